@@ -11,11 +11,11 @@ PROCESSES ?= 3
 VENV := .venv
 DIST ?= dist
 BIN := $(VENV)/bin
-# Without an interpreter pyo3 does not search PATH, so a changed PATH causes no rebuild.
+# With PYO3_NO_PYTHON, pyo3 does not search PATH for an interpreter, so a changed PATH causes no rebuild.
 CARGO := PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo
 MANIFEST := rust_core/Cargo.toml
 
-# Where cargo builds. With CARGO_TARGET_DIR it is outside the clone, and a fresh clone reuses the build.
+# The target directory of cargo. With CARGO_TARGET_DIR, it is outside the clone, and a fresh clone reuses the build.
 TARGET := $(abspath $(or $(CARGO_TARGET_DIR),rust_core/target))
 
 # Options of a test run: skip the tests listed in PASSED, write JUNIT, run one part (SHARD=2/4), include the long tests
@@ -32,7 +32,7 @@ CORE := $(VENV)/.persia-core
 BINARIES := $(VENV)/.persia-binaries
 PACKAGE := $(VENV)/.persia
 NVRTC := $(VENV)/nvrtc/.installed
-# What the Python tests run: the build that the Rust tests share, with debug assertions.
+# The Python tests use the build of the Rust tests, with debug assertions.
 CHECKED := $(VENV)/checked
 PEERS := .venv-peers/.installed
 RELEASING := .venv-release/.installed
@@ -91,7 +91,7 @@ HAS_DOCKER := docker version >/dev/null 2>&1
 test-layers:
 	@! $(HAS_DOCKER) || { tools/compose_plugin.sh && tools/base_image.sh && tools/image_layers.sh; }
 
-# Where the images of a test run get their engine from.
+# The source of the engine in the images of a test run.
 ENGINE ?= $(if $(ALL),build,$(shell tools/image_engine.sh))
 
 # With BUILT=1, `make test-build` has just run, and tests may run beside this target.
@@ -242,7 +242,7 @@ $(RELEASING): requirements/release.txt | $(BIN)/python
 	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/release.txt
 	@touch $@
 
-# The stamp has the time at which the build starts, so that a file saved during the build is rebuilt next time.
+# The stamp has the start time of the build. A file that is saved during the build therefore causes another build.
 $(CORE): $(RUST) $(INSTALLED)
 	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
 		(cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked) && \

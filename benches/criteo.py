@@ -1,11 +1,13 @@
-"""B12: DLRM at batch 512 on data of the shape of Criteo Kaggle, beside FBGEMM on the CPU, one JSON line per system.
+"""B12: DLRM at batch 512 on data of the shape of Criteo Kaggle, compared with FBGEMM on the CPU. Prints JSON lines.
 
 The data is synthetic: 13 dense inputs, and 26 slots with the numbers of ids of Criteo Kaggle, 33.8 million in all. The
-dim is 16, the MLPs are 512-256-64-16 and 512-256-1. Ids are drawn by Zipf's law with exponent
-1.05. The systems are ``persia`` (rows in this process), ``fbgemm`` (the table-batched embedding that torchrec uses on a
-CPU, with fused Adagrad, ids numbered beforehand, fixed arrays) and ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``
-under ``torch.optim.Adagrad``). The model is the same in all of them, under Adam. ``fbgemm`` runs in the environment of
-the peers, which has no ``persia``.
+dim is 16, the MLPs are 512-256-64-16 and 512-256-1. Ids are drawn by Zipf's law with exponent 1.05. The model is the
+same in all systems, and Adam trains it. The systems are:
+
+* ``persia``: rows in this process
+* ``fbgemm``: the table-batched embedding that torchrec uses on a CPU, with fused Adagrad, fixed arrays, and ids that
+  are numbered beforehand. It runs in the environment of the peers, which has no ``persia``.
+* ``plain``: ``torch.nn.EmbeddingBag(sparse=True)`` with ``torch.optim.Adagrad``
 """
 
 import argparse
@@ -197,7 +199,7 @@ def measure(system: str, made: list[Batch], seconds: float) -> None:
         samples = STEPS_A_READING * BATCH
         cpu.append(figures.ratio(samples, time.process_time() - cpu_start))
         wall.append(figures.ratio(samples, time.perf_counter() - wall_start))
-    steps.close()  # type: ignore[attr-defined]  # it is a generator
+    steps.close()  # type: ignore[attr-defined]  # the iterator is a generator
     figures.write(
         {
             "system": system,

@@ -8,10 +8,10 @@ systems read the same file alternately:
 * ``batches``: torch's DataLoader over an IterableDataset that builds whole batches with pyarrow and numpy
 * ``rows``: the same, but the DataLoader collates single rows, as with a map-style dataset
 
-``memory`` reads a file of 20 times the window in which rows are shuffled; each peak is that of a separate process.
+``memory`` reads a file of 20 times the window in which rows are shuffled. Each peak is that of a separate process.
 
-``workers`` measures in wall time what the keys of `data` gain: workers against one worker, threads that stay against
-threads that end with each epoch, and a training with batches ready ahead against one with a single batch.
+``workers`` measures the effect of keys of `data` on the wall time: several workers and one worker, threads that persist
+and threads that end with each epoch, and training with many prefetched batches and with one.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def declared_text() -> str:
 
 
 def write(table: pa.Table, path: Path, times: int = 1) -> Path:
-    """Write a table, several times over, as a file in the format of its suffix; TSV has no header."""
+    """Write a table, several times over, as a file in the format of its suffix. TSV has no header."""
     if path.suffix == ".parquet":
         with pq.ParquetWriter(path, table.schema) as writer:
             for _ in range(times):
@@ -218,7 +218,7 @@ def files(table: pa.Table, transform: Transform, folder: Path, seconds: float) -
 
 
 def against_training(path: Path, transform: Transform, seconds: float) -> None:
-    """Compare the wall time with that of B5's training on batches in memory: 26 slots of dim 16."""
+    """Compare the wall time of reading with that of B5's training on batches in memory: 26 slots of dim 16."""
     import training  # imported here, because it needs the example's requirements
 
     case = training.criteo_case(16)
@@ -227,7 +227,7 @@ def against_training(path: Path, transform: Transform, seconds: float) -> None:
         torch.set_num_threads(1)
         steps = training.persia_steps(case)
         trained, _ = training.rate(steps, case.labels.shape[1], seconds)
-        steps.close()  # type: ignore[attr-defined]  # it is a generator
+        steps.close()  # type: ignore[attr-defined]  # the iterator is a generator
     readings: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(readings) < 3:
@@ -240,7 +240,7 @@ def against_training(path: Path, transform: Transform, seconds: float) -> None:
 
 
 def ahead(table: pa.Table, transform: Transform, folder: Path, seconds: float) -> None:
-    """Compare several workers with one, and threads that stay with threads that end with each epoch."""
+    """Compare several workers with one, and threads that persist with threads that end with each epoch."""
     path = write(table, folder / "ahead.parquet")
     small = write(table.slice(0, 4 * BATCH), folder / "small.parquet")
 
@@ -262,8 +262,8 @@ def ahead(table: pa.Table, transform: Transform, folder: Path, seconds: float) -
 
 
 def trainings(path: Path, folder: Path) -> dict[str, Read]:
-    """Return trainings of one epoch with 1 and 64 batches ready ahead; every window of rows is read at once."""
-    import persia.trainer  # imported here, because only these need it
+    """Return trainings of one epoch with 1 and 64 prefetched batches. Every window of rows is read in one piece."""
+    import persia.trainer  # imported here, because only this measurement needs it
     from persia.logger import get_default_logger
 
     get_default_logger().setLevel("WARNING")

@@ -1,13 +1,17 @@
 """Quality of optimizers and initial ranges: the AUC of a small model on one dataset, one line per setting.
 
 The file is Parquet or CSV with a label of 0 and 1. The columns of ``--ids`` are features with one id per sample, those
-of ``--bags`` are lists of ids. 70 % of the samples are the training set, 15 % the validation set and 15 % the test set,
-chosen by a hash of the row number or of ``--group``; ``--samples`` limits the training set. Use the test set
+of ``--bags`` are lists of ids. 70 % of the samples are the training set, 15 % the validation set and 15 % the test set.
+A hash of the row number or of ``--group`` chooses the set. ``--samples`` limits the training set. Use the test set
 (``--test``) only once.
 
-A setting is ``SYSTEM,OPTIMIZER,LR,ACCUMULATOR,INIT``: ``persia`` is EmbeddingCollection, ``torch`` is sparse
-nn.EmbeddingBag with torch's optimizers; ``adagrad``, ``rowwise`` (Adagrad with one accumulator per row) or ``adam``;
-new weights are uniform in ±INIT, ``dim`` means 1/√dim, ``default`` means the system's default. ``--grid`` adds a grid.
+A setting is ``SYSTEM,OPTIMIZER,LR,ACCUMULATOR,INIT``:
+
+* SYSTEM: ``persia`` is EmbeddingCollection, ``torch`` is sparse nn.EmbeddingBag with torch's optimizers
+* OPTIMIZER: ``adagrad``, ``rowwise`` (Adagrad with one accumulator per row) or ``adam``
+* INIT: new weights are uniform in ±INIT. ``dim`` means 1/√dim, ``default`` means the system's default.
+
+``--grid`` adds a grid of settings.
 """
 
 import argparse
@@ -62,7 +66,7 @@ class Data:
 
 
 def _mix(keys: Ints) -> npt.NDArray[np.float64]:
-    """Return a hash of each key in [0, 1); the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Return a hash of each key in [0, 1), by the finalizer of SplitMix64 (Steele et al. 2014)."""
     x = keys.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -131,12 +135,12 @@ def open_table(data: Data, setting: str, dim: int) -> tuple[Lookup, list[torch.o
     table = torch.nn.EmbeddingBag(int(data.ids.max()) + 1, dim, mode="sum", sparse=True, include_last_offset=True)
     if init != "default":
         torch.nn.init.uniform_(table.weight, -bound, bound)
-    kinds = {"adam": torch.optim.SparseAdam, "adagrad": torch.optim.Adagrad}  # its accumulators start at 0
+    kinds = {"adam": torch.optim.SparseAdam, "adagrad": torch.optim.Adagrad}  # torch's accumulators start at 0
     return lambda bags: table(*bags), [kinds[kind](table.parameters(), rate)], lambda: None
 
 
 def auc(labels: npt.NDArray[np.float32], scores: npt.NDArray[np.float32]) -> float:
-    """Return the area under the ROC curve; equal scores count as one half."""
+    """Return the area under the ROC curve. Equal scores count as one half."""
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum() - (counts - 1) / 2)[inverse]
     positives = labels.sum()

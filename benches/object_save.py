@@ -1,8 +1,8 @@
-"""B6 on an object store: a checkpoint of all rows, against a plain upload in parts of as many bytes.
+"""B6 on an object store: a checkpoint of all rows, compared with a plain multipart upload of the same size.
 
-Both write to the same store: that of ``AWS_ENDPOINT_URL`` and the bucket of ``--url``, else an S3 server on this host
-(moto). They take turns. The value is the time in seconds. The plain upload is one object from memory, in parts of the
-size that Persia uses, with as many requests in flight as the writers of a checkpoint have.
+The checkpoint and the upload are measured alternately, on the same store: that of ``AWS_ENDPOINT_URL`` and the bucket
+of ``--url``, or an S3 server on this host (moto). The value is the time in seconds. The plain upload is one object from
+memory. Its parts have the size that Persia uses, and it has as many requests in flight as the writers of a checkpoint.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TARGET = 0.5
 
 
 class Ids(IterableDataset):
-    """Each id once."""
+    """Batches in which each id occurs once."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """B8 on a CUDA device: kernels, embedding steps and training, compared with a plain copy, the CPU and FBGEMM.
 
-Every line on stdout is JSON, and ``runs/bench-gpu.json`` has all of them and the machine. FBGEMM is measured if
-``fbgemm_gpu`` can be imported; its tables are fixed arrays on the device, Persia's grow in host memory.
+Every line on stdout is JSON. ``runs/bench-gpu.json`` has all these records and a description of the machine. FBGEMM is
+measured if ``fbgemm_gpu`` can be imported. FBGEMM's tables are fixed arrays on the device. Persia's tables are in host
+memory, and grow.
 """
 
 import argparse
@@ -160,7 +161,7 @@ def configure(dim: int) -> None:
 
 
 class Click(IterableDataset):
-    """The workload as batches with dense inputs and labels."""
+    """Batches of the workload with dense inputs and labels."""
 
     def __init__(self, steps: int, per_sample: int) -> None:
         super().__init__(buffer_size=8)
@@ -228,7 +229,7 @@ def training(quick: bool) -> Iterator[Record]:
 
 
 def collect(parts: dict[str, Iterator[Record]]) -> list[Record]:
-    """Print and return the records of all parts; a part that fails gets a failed record, and the others continue."""
+    """Print and return the records of all parts. A part that fails gets a failed record, and the others continue."""
     records: list[Record] = []
 
     def add(record: Record) -> None:

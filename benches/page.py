@@ -54,7 +54,7 @@ def is_whole(records: list[Record]) -> bool:
 
 
 def markdown(records: list[Record]) -> str:
-    """Return one table; a spread is half of the interquartile range over the median. An invalid case has no numbers."""
+    """Return one table. A spread is half of the interquartile range over the median. An invalid case has no numbers."""
     lines = ["| case | value | unit | reference | ratio | target | spread |", "|---|---|---|---|---|---|---|"]
     for record in records:
         if problem(record) is not None:

@@ -1,4 +1,4 @@
-"""B3, the peers' measurement, in a separate environment: FBGEMM on the CPU and torch's EmbeddingBag, same workload.
+"""B3 for the peers, in a separate environment: FBGEMM on the CPU and torch's EmbeddingBag on the same workload.
 
 FBGEMM's tables are fixed arrays: no hashing, no admission, no eviction. Its Adagrad and row-wise Adagrad are fused.
 """

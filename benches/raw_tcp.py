@@ -10,7 +10,7 @@ PIECE = 1 << 17
 
 
 def _receive(connection: socket.socket, buffer: memoryview) -> bool:
-    """Fill ``buffer``; return False if the peer has closed the connection."""
+    """Fill ``buffer``. Return False if the peer has closed the connection."""
     filled = 0
     while filled < len(buffer):
         got = connection.recv_into(buffer[filled:])
@@ -34,7 +34,7 @@ def _accept(pipe: Connection) -> socket.socket:
 
 
 def _serve(pipe: Connection, up: int, down: int) -> None:
-    """Receive ``up`` bytes and send ``down`` bytes until the client disconnects; then report the CPU seconds."""
+    """Receive ``up`` bytes and send ``down`` bytes until the client disconnects. Then report the CPU seconds."""
     with _accept(pipe) as client:
         taken, given = memoryview(bytearray(PIECE)), memoryview(bytes(PIECE))
         start = time.process_time()
@@ -59,7 +59,7 @@ def _relay(pipe: Connection, port: int, up: int, down: int) -> None:
 
 
 def _move(total: int, piece: Callable[[int], bool]) -> bool:
-    """Call ``piece(size)`` for ``total`` bytes; return False as soon as a call returns False."""
+    """Call ``piece(size)`` for ``total`` bytes. Return False as soon as a call returns False."""
     left = total
     while left > 0:
         if not piece(min(left, PIECE)):

@@ -1,13 +1,13 @@
-"""B11: requests per second and latency of ``persia serve``, beside the same model behind FastAPI and LitServe.
+"""B11: requests per second and latency of ``persia serve``, compared with the same model in FastAPI and LitServe.
 
-A DCN-v2 over seven id columns, a bag and four floats is trained, exported, and served by each system in turn:
-``persia serve`` serves the bundle, the peers serve the same weights in ``nn.EmbeddingBag``. Each serves on processor 0.
-Requests come from processor 1, at a rate that increases until the system is too slow. The scores of all three are
-compared before anything is measured.
+A DCN-v2 over seven id columns, a bag and four floats is trained, exported, and served by each system in turn.
+``persia serve`` serves the bundle, the peers serve the same weights in ``nn.EmbeddingBag``. Each system runs on
+processor 0. Requests come from processor 1, at a rate that increases until the system is too slow. The scores of all
+systems are compared before anything is measured.
 
 A system's throughput is the highest rate at which all requests get scores, 99% of them within ``--p99-ms``. ``cpu_us``
-is the processor time of the system for a request; it depends less on other load. The packages of the peers are
-installed into ``.venv-serving-peers``.
+is the processor time of the system for a request, which depends less on other load than the throughput. The packages of
+the peers are installed into ``.venv-serving-peers``.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]:
-    """Serve the model by a system until the end of the block; yield its port and the process."""
+    """Serve the model by a system until the end of the block. Yield its port and the process."""
     port = free_port()
     if system == "persia":
         words = [str(Path(sys.executable).parent / "persia"), "serve", str(folder / "bundle")]
@@ -168,7 +168,7 @@ def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]
             raise RuntimeError(f"{system} did not listen on port {port} within {START_S:g} s: {text}")
         yield port, process.pid
     finally:
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the process has ended
             os.killpg(process.pid, 15)
         try:
             process.wait(20)

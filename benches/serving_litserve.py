@@ -1,4 +1,4 @@
-"""B11, a peer: the model of serving_peers.py behind LitServe: ``serving_litserve.py FOLDER PORT``."""
+"""B11, a peer: LitServe with the model of serving_peers.py. Usage: ``serving_litserve.py FOLDER PORT``."""
 
 import os
 import sys

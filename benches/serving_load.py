@@ -24,7 +24,7 @@ class Connection(asyncio.Protocol):
         self.transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        """Be ready."""
+        """Store the connection."""
         self.transport = transport
         self._load.free.append(self)
 

@@ -1,4 +1,4 @@
-"""B11, a peer: a model with ``nn.EmbeddingBag``, and FastAPI in front of it: ``serving_peers.py FOLDER PORT``.
+"""B11, a peer: FastAPI with a model with ``nn.EmbeddingBag``. Usage: ``serving_peers.py FOLDER PORT``.
 
 benches/serving.py writes ``model.pt2``, ``weights.pt`` and ``spec.json`` to the folder. This program needs torch, and
 the packages of requirements/serving-peers.in.

@@ -1,9 +1,9 @@
 """B11: the start of ``persia serve`` with a large table, and its memory.
 
 A model with one id column is trained on a file in which each id occurs once, and exported with f32, f16 and int8 rows.
-The start is the time from the command to the first score. It includes the hashes of all files. Memory is the
-proportional set size (PSS) after the ids of requests have been drawn from the whole table, without that of a small
-bundle; it is compared with the size of the files.
+The start is the time from the command to the first score, including the hashing of all files. Memory is the
+proportional set size (PSS) after requests with ids from the whole table, minus the PSS with a small bundle. It is
+compared with the size of the files.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def train(folder: Path, rows: int) -> None:
 
 
 def score(port: int, ids: list[int]) -> None:
-    """Request scores; they must be one for each id."""
+    """Request scores. They must be one for each id."""
     body = json.dumps([{"id": each} for each in ids]).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/score", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310

@@ -26,13 +26,13 @@ def first_step(command: list[str]) -> float:
     """Start ``command``, return the seconds to its first training step, and stop it.
 
     Raises:
-        SystemExit: The command ended without a step, or two minutes passed; the message has its output.
+        SystemExit: The command ended without a step, or two minutes passed. The message has its output.
     """
     start = time.perf_counter()
     env = {**os.environ, "LOG_LEVEL": "INFO"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seen = []
-    assert process.stdout is not None  # noqa: S101 - it is a pipe
+    assert process.stdout is not None  # noqa: S101 - stdout is a pipe
     try:
         for line in process.stdout:
             seen.append(line)

@@ -1,10 +1,10 @@
-"""What can be learnt from synthetic rows: the AUC of the teacher, and of its own formula fitted to the rows.
+"""The quality that synthetic rows allow: the AUC of the teacher, and of the teacher's formula fitted to the rows.
 
 The rows are those of ``persia data synth`` with the same options. The formula of :class:`persia.data.synth.Teacher` is
 fitted to ``--rows`` rows by maximum likelihood, and again with the distributions of its numbers as a prior (``map``).
-Both are scored on ``--test`` rows after these. A model that has to find the formula as well can hardly be better.
-The last column is the number of the formula's parameters, divided by twice the rows: the excess of the log loss over
-that of the teacher that theory expects of maximum likelihood with many rows for each parameter.
+The teacher and both fits are scored on the next ``--test`` rows. A model that does not know the formula can hardly be
+better. The last column is the number of the formula's parameters, divided by twice the rows. With many rows for each
+parameter, theory expects this excess of the log loss over that of the teacher from maximum likelihood.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WEIGHT_VARIANCE, FACTOR_VARIANCE = 0.5**2, 0.6**2
 
 @dataclass
 class Rows:
-    """Rows of a teacher: ids as places from 0 on, dense inputs, labels, and the teacher's logits."""
+    """Rows of a teacher: ids numbered from 0, dense inputs, labels, and the teacher's logits."""
 
     ids: torch.Tensor
     dense: torch.Tensor
@@ -89,7 +89,7 @@ class Formula(torch.nn.Module):
 
 
 def fit(train: Rows, counts: list[int], seed: int, *, prior: bool) -> Formula:
-    """Fit the formula to rows; the rate falls to 0."""
+    """Fit the formula to rows. The rate falls to 0."""
     torch.manual_seed(seed)
     model = Formula(counts, train.dense.shape[1])
     optimizer = torch.optim.Adam(model.parameters(), LR)

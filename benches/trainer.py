@@ -1,12 +1,15 @@
 """B5 through ``persia train``: samples per second of a Trainer that reads a file, and of a loop over batches in memory.
 
-Both train the same DLRM (26 slots of dim 16, 13 dense inputs, batch 4,096) on the same rows. The ``trainer`` reads a
-Parquet file, transforms and shuffles it, and reports. The ``loop`` is a script: TrainCtx and a DataLoader over batches
-that were transformed before. ``bare`` is the loop without the safeguards that are always on: the check that loss and
-gradients are finite, the norm of the gradient, and the flight recorder. ``observed`` is the loop with what an operator
-sees: its metrics are served, another process reads them as often as Prometheus does, and its log is kept as JSON, with
-a line for each reading. Traces are off in all of them, as by default. Each reading is made in a separate process; the
-systems take turns.
+All systems train the same DLRM (26 slots of dim 16, 13 dense inputs, batch 4,096) on the same rows:
+
+* ``trainer`` reads a Parquet file, transforms and shuffles it, and reports.
+* ``loop`` is a script: TrainCtx and a DataLoader over batches that were transformed before.
+* ``bare`` is the loop without the safeguards that are always on: the check that loss and gradients are finite, the norm
+  of the gradient, and the flight recorder.
+* ``observed`` is the loop with monitoring: its metrics are served, another process reads them as often as Prometheus
+  does, and its log is kept as JSON, with a line for each reading.
+
+Traces are off in all systems, as by default. Each reading is made in a separate process, alternately for all systems.
 """
 
 import argparse
@@ -149,7 +152,7 @@ def observed(folder: Path) -> Iterator[None]:
     """Serve the metrics of contexts in the block, let another process read them, and keep the log as JSON.
 
     Raises:
-        RuntimeError: No scrape has had the metrics of a context.
+        RuntimeError: No scrape contained the metrics of a context.
     """
     seen, address = folder / "scrapes", f"127.0.0.1:{find_free_port()}"
     os.environ["PERSIA_METRICS_LISTEN"] = address
@@ -190,7 +193,7 @@ def rate_of(system: str, folder: Path, seconds: float) -> float:
         start = time.perf_counter()
         next(steps)
         rates.append(STEPS_A_READING * data.BATCH / (time.perf_counter() - start))
-    steps.close()  # type: ignore[attr-defined]  # it is a generator
+    steps.close()  # type: ignore[attr-defined]  # the iterator is a generator
     return statistics.median(rates)
 
 

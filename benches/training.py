@@ -1,9 +1,10 @@
 """B5: samples per second of a complete DLRM training loop, one JSON line per case.
 
-The same model and batches run in four systems: ``persia`` (rows in this process), ``stack`` (rows behind one middleware
-and one server on this host), ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``, ids numbered beforehand) and ``dense``
-(every embedding a constant, the upper bound of any embedding system). Adagrad for rows, Adam for the model. Each system
-is measured with one torch thread and with as many as there are cores; the better result counts.
+Four systems train the same model on the same batches, with Adagrad for rows and Adam for the model. ``persia`` has the
+rows in this process. ``stack`` has them on one server of this host, behind one middleware. ``plain`` uses
+``torch.nn.EmbeddingBag(sparse=True)``, with ids that are numbered beforehand. In ``dense``, every embedding is a
+constant, which is the upper bound of any embedding system. Each system is measured with one torch thread and with as
+many as there are cores. The better result counts.
 """
 
 import argparse
@@ -110,7 +111,7 @@ class Cycle(IterableDataset):
         self.case = case
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        """Yield the batches; ids of different slots differ, as in the example."""
+        """Yield the batches. Ids of different slots differ, as in the example."""
         case = self.case
         for number in itertools.count():
             at = number % BATCHES
@@ -201,7 +202,7 @@ def run(case: Case, seconds: float, threads: int) -> None:
                     stack.enter_context(job(folder, tcp=False))
                 torch.set_num_threads(torch_threads)
                 running = steps()
-                stack.callback(running.close)  # type: ignore[attr-defined]  # it is a generator
+                stack.callback(running.close)  # type: ignore[attr-defined]  # the iterator is a generator
                 rates.setdefault(system, []).append(rate(running, samples, seconds / 2))
     best = {system: max(pair) for system, pair in rates.items()}
     embedding_share = 1 - figures.ratio(best["plain"][0], best["dense"][0])

@@ -1,4 +1,4 @@
-"""The workload W of every embedding benchmark, and the timing of a step. Peers import it too: it needs only numpy.
+"""The workload W of every embedding benchmark, and the timing of a step. Peers import this module: it needs only numpy.
 
 ``W(dim, L)``: 26 features with ids below 100,000, batch 4,096, L ids per sample and feature, uniform or Zipf
 (exponent 1.05, scrambled), float32. Rows are counted as batch x features x L, before deduplication.
@@ -39,7 +39,7 @@ def rows_of(per_sample: int) -> int:
 def measure(system: str, case: dict[str, object], rows: int, step: Callable[[int], object], seconds: float) -> None:
     """Run ``step(number)`` for about ``seconds`` and print its rate as one JSON line.
 
-    The rate is million rows per CPU-second, user and system time of all threads of this process; its spread is half of
+    The rate is million rows per CPU-second, user and system time of all threads of this process. Its spread is half of
     the interquartile range divided by the median.
     """
     for number in range(3):

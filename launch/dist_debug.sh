@@ -4,7 +4,7 @@
 #     run_pretrain() { python pretrain.py $GPT_ARGS; }   # the command and its arguments, unchanged
 #     source dist_debug.sh
 #     exit
-# Without run_pretrain and `exit`, the launch line after it (torchrun, or python -m torch.distributed.run) runs under the debugger.
+# Without run_pretrain and `exit`, the launch line after `source` (torchrun, or python -m torch.distributed.run) runs under the debugger.
 # RANK_TO_DEBUG is the rank that stops (default 0). NPUS_PER_NODE or GPU_NUM is the number of ranks on this host. NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT describe the hosts. The output of the other ranks is in logs/rank-N.log.
 

@@ -2,7 +2,7 @@
 # Entry point of every image: set paths, replica index and configuration files, create the secret if it does not exist, log the
 # build that runs, and run the command. Each part is in a separate file.
 
-# A container that is stopped during its start exits with 75, unless its run is already finished.
+# A container that is stopped during its start exits with 75, or with 0 if its run is already finished.
 trap 'run_finished.sh && exit 0; exit 75' TERM
 
 fail() { # CODE WHAT NEXT

@@ -12,8 +12,8 @@ if [ -n "$overrides" ] && [ -d "$overrides" ]; then
     fi
 fi
 
-# --- Replica index, exported from 0. A swarm sets REPLICA_INDEX to the task slot, from 1. Compose leaves the template; the number is
-# then at the end of the container's name, which Docker's DNS returns for its address. Pods have POD_INDEX, from 0.
+# --- Replica index, exported from 0. A swarm sets REPLICA_INDEX to the task slot, from 1. Compose does not replace the template. The
+# number is then at the end of the container's name, which Docker's DNS returns for the container's address. Pods have POD_INDEX, from 0.
 slot=${REPLICA_INDEX:-}
 unset REPLICA_INDEX
 case ${POD_INDEX:-} in '' | *[!0-9]*) ;; *) slot=$((POD_INDEX + 1)) ;; esac

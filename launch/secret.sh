@@ -1,5 +1,5 @@
 # Create the secret of the stack if it does not exist. All processes derive their tokens from it. entrypoint.sh reads this file.
-# Several containers may do this at the same time: `ln` creates the complete file, or fails because it exists.
+# Several containers may create the secret at the same time: `ln` creates the complete file, or fails because the file exists.
 token=${PERSIA_TOKEN_FILE:-}
 if [ -n "$token" ] && [ ! -s "$token" ]; then
     new=$(mktemp "$token.XXXXXX") || fail 5 "$token is missing or empty, and user $(id -u):$(id -g) cannot create it" \

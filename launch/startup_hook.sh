@@ -1,6 +1,6 @@
-# Before training, run startup-hook.sh in the working directory if it exists. launch_persia.sh reads this file. If the
+# Before training, run startup-hook.sh of the working directory if it exists. launch_persia.sh reads this file. If the
 # hook fails, the container prints the output of the hook and ends with its exit code. The hook runs in a separate shell, so it
-# can install or check something, but cannot set variables.
+# can install packages or check conditions, but cannot set variables for the training.
 if [ -f startup-hook.sh ]; then
     echo "running $PWD/startup-hook.sh" >&2
     sh -eu startup-hook.sh || {

@@ -34,7 +34,7 @@ from persia.logger import get_default_logger
 from persia.runtime.settings import settings
 
 torch.set_num_threads(1)  # the models of tests are too small to divide among threads
-# A shell makes its background jobs ignore it; the processes that tests start must not.
+# A shell makes its background jobs ignore SIGINT, but the processes that tests start must not ignore it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -74,7 +74,7 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 @pytest.fixture
 def run_folder(configure: Configure, tmp_path: Path) -> Path:
-    """Return the folder of a run's checkpoints; the slots of :class:`Batches` are configured."""
+    """Return the folder of a run's checkpoints. The slots of :class:`Batches` are configured."""
     configure("a: {dim: 4}\nb: {dim: 4}")
     path = tmp_path / "run"
     path.mkdir()
@@ -105,7 +105,7 @@ def log() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def log_levels() -> Iterator[None]:
-    """Restore the levels that a verb has set."""
+    """Restore the log levels that a verb has changed."""
     levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
     yield
     for name, level in levels.items():
@@ -119,7 +119,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
         if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
             monkeypatch.delenv(name)
-    settings.reload_place()  # a test may have set it by its own variables
+    settings.reload_place()  # a test may have set the place by its own variables
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def replay_warnings() -> Iterator[ReplayWarnings]:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Give each test the environment of the test run, whatever an earlier test has set: forks need it unchanged."""
+    """Restore the environment after each test, because forks need an unchanged environment."""
     before = dict(os.environ)
     yield
     if os.environ != before:
@@ -150,15 +150,15 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the Python processes of a test be forks of one that has imported torch: see ``forking.py``."""
+    """Start the Python processes of a test as forks of a process that has imported torch: see ``forking.py``."""
     if forking.WANTED:
-        forking.fork_server()  # the kernel ends it together with the thread that starts it
+        forking.fork_server()  # the kernel kills the server when the thread that started it ends
     monkeypatch.setattr(subprocess, "Popen", forking.Popen)
 
 
 @pytest.fixture
 def commands(forks: None) -> Iterator[str]:
-    """Return a ``PATH`` whose Python commands are forks also in the scripts of a shell."""
+    """Return a ``PATH`` with Python commands that run as forks even in shell scripts."""
     here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if not forking.WANTED:
         yield here
@@ -171,9 +171,9 @@ def commands(forks: None) -> Iterator[str]:
 
 @pytest.fixture
 def make_stack(no_job: None, tmp_path: Path) -> Iterator[MakeStack]:
-    """Start servers and middlewares as real processes: ``make_stack(servers=2)``; they end with the test.
+    """Start servers and middlewares as real processes, which end with the test: ``make_stack(servers=2)``.
 
-    With ``start=False`` nothing is started, with ``nats_only=True`` only NATS.
+    With ``start=False``, nothing is started. With ``nats_only=True``, only NATS is started.
     """
     made: list[Stack] = []
 
@@ -196,7 +196,7 @@ def make_stack(no_job: None, tmp_path: Path) -> Iterator[MakeStack]:
 
 @pytest.fixture
 def any_stack(request: pytest.FixtureRequest) -> Stack | LiveStack:
-    """Return the stack around the tests if ``PERSIA_TEST_LIVE=1``, else one made for this test. For ``live`` tests."""
+    """For ``live`` tests: return the surrounding stack if ``PERSIA_TEST_LIVE=1``, or else a new stack."""
     if LIVE:
         stack = LiveStack()
         stack.wait_ready()
@@ -228,7 +228,7 @@ def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 class Batches(IterableDataset):
-    """Random batches over slots ``a`` (one id) and ``b`` (a list of ids), from a seed; continues by its state dict."""
+    """Random batches over slots ``a`` (one id) and ``b`` (a list of ids), from a seed. A state dict continues them."""
 
     def __init__(self, count: int, *, seed: int = 0, batch_size: int = 32, ids: int = 200) -> None:
         super().__init__(buffer_size=4)
@@ -236,7 +236,7 @@ class Batches(IterableDataset):
         self.next = 0
 
     def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
-        """Return batch ``number``; it depends on nothing else."""
+        """Return batch ``number``, which depends only on the number and the seed."""
         rng = np.random.default_rng([self.seed, number])
         single = rng.integers(0, self.ids, self.batch_size, dtype=np.uint64)
         lists = [rng.integers(0, self.ids, rng.integers(0, 4), dtype=np.uint64) for _ in range(self.batch_size)]
@@ -260,7 +260,7 @@ class Batches(IterableDataset):
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after them."""
+        """Continue after the batches that were yielded."""
         self.next = state_dict["next"]
 
 
@@ -284,7 +284,7 @@ def insert_rows(ctx: TrainCtx, slots: Sequence[str], ids: Sequence[int]) -> None
 
 
 class Given(IterableDataset):
-    """Batches of these ids of the slot ``a``, one for each array, from the first one in each pass."""
+    """Batches of the slot ``a`` with given ids, one batch for each array. Each pass begins with the first array."""
 
     def __init__(self, *ids: np.ndarray, buffer_size: int = 10) -> None:
         super().__init__(buffer_size=buffer_size)
@@ -297,7 +297,7 @@ class Given(IterableDataset):
 
 
 class Sum(torch.nn.Module):
-    """The sum of a sample's embedding: every gradient is 1. Its parameter is for the dense optimizer."""
+    """Returns the sum of a sample's embedding, so every gradient is 1. The parameter is for the dense optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Refuse ``--all`` if its requirements are missing."""
+    """Refuse ``--all`` if the requirements of all tests are missing."""
     absent = [name for name in REQUIREMENTS if importlib.util.find_spec(name) is None]
     if not (IN_IMAGE and config.option.all and absent):
         return None
@@ -346,7 +346,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers; choose the tests of an image unless the command line does."""
+    """Declare the markers. In an image, select its tests unless the command line selects others."""
     option = config.option
     by_path = config.args_source == pytest.Config.ArgsSource.ARGS
     if IN_IMAGE and not (option.all or option.keyword or option.markexpr or by_path):
@@ -363,7 +363,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes; add to each report the checklist rows that its test claims."""
+    """Mark tests that start processes. Add to each report the checklist rows that its test claims."""
     for item in items:
         if {"integration", "chaos"} & {*item.path.parts}:
             item.add_marker("integration")
@@ -371,13 +371,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip in an image what needs a clone."""
+    """In an image, skip the tests that need a clone."""
     if item.get_closest_marker("clone") and IN_IMAGE:
         pytest.skip("no clone here")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how many tests ran, and why the others did not."""
+    """Print how many tests ran, and why the other tests did not run."""
     reports = terminalreporter.stats
     ran = len(reports.get("passed", ())) + len(reports.get("failed", ()))
     skipped = reports.get("skipped", ())
@@ -408,8 +408,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Record the checklist rows of tests that passed before an interruption, and of those of the long run."""
-    from selection import passed_before  # a plugin, which pytest imports itself
+    """Record the checklist rows of deselected tests: those that passed before, and those of the long run."""
+    from selection import passed_before  # imported here, because pytest itself imports this plugin
 
     passed = passed_before(items[0].config) if items else set()
     for item in items:
@@ -420,7 +420,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def why_skipped(report: pytest.TestReport) -> str:
-    """Return why a test was skipped, or was expected to fail."""
+    """Return the reason why a test was skipped or was expected to fail."""
     return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "expected to fail"
 
 
@@ -428,7 +428,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write ``runs/checklist.json``: a row passed if every test that claims it did.
 
     Rows that only another session ran are kept, because the tests in containers run separately. If tests run in several
-    processes (``pytest -n 2``), this one gets all reports.
+    processes (``pytest -n 2``), this process gets all reports.
     """
     config: Any = session.config
     if hasattr(config, "workerinput"):
@@ -439,7 +439,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Get the information that only a worker has: the rows of tests that were deselected there."""
+    """Get the information that only a worker has: the rows of the tests that it deselected."""
     for row, outcomes in getattr(node, "workeroutput", {}).get("rows", {}).items():
         _rows.setdefault(row, set()).update(outcomes)
 

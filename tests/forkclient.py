@@ -1,7 +1,7 @@
 """A command of a shell, such as ``persia``, that runs as a fork of the fork server of the tests: see ``forking.py``.
 
-This process stands for the fork, as the child of its shell: it passes on signals, and ends as the fork does. If it is
-killed, so is the fork. It imports little, because a new one starts for every command.
+This process represents the fork as the child of the shell: it forwards signals to the fork, and ends with the exit code
+of the fork. If this process is killed, the fork is killed too. Each command starts this script, so it imports little.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ def main(address: str, command: list[str]) -> NoReturn:
 
     Args:
         address: The socket of ``forking.Commands``.
-        command: What comes before the arguments: a console script, or nothing.
+        command: The words before the arguments: a console script, or nothing.
     """
     argv = [*command, *sys.argv[1:]]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
@@ -31,7 +31,7 @@ def main(address: str, command: list[str]) -> NoReturn:
             os.execv(sys.executable, [sys.executable, *argv])  # noqa: S606
 
         def pass_on(number: int, _: FrameType | None) -> None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and its code arrives
+            with contextlib.suppress(ProcessLookupError):  # the fork has ended, and its exit code arrives
                 os.kill(pid, number)
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,8 +1,8 @@
-"""Starting the Python processes of tests as forks of a process that has imported torch: see ``forkserver.py``.
+"""Starts the Python processes of tests as forks of a process that has imported torch: see ``forkserver.py``.
 
-``with forked_children():`` lets ``persia.launch.process.Process`` start them so, and the fixture ``forks`` everything
-that starts a process with ``subprocess``. Other processes start as usual: other programs, and those whose environment
-differs in variables that are read before a script runs. ``PERSIA_TEST_FORK=0`` starts all of them in the usual way.
+Inside ``forked_children()``, ``persia.launch.process.Process`` starts forks. With the fixture ``forks``, everything
+that uses ``subprocess`` starts forks. Other programs start as usual, and so do Python processes whose environment
+differs in variables that are read before a script runs. ``PERSIA_TEST_FORK=0`` disables forks.
 """
 
 import atexit
@@ -44,23 +44,23 @@ class Forked:
         self.ended = threading.Event()
 
     def poll(self) -> int | None:
-        """Return its exit code, or minus the signal that ended it; None while it runs."""
+        """Return the exit code, or minus the signal that ended the process; None while it runs."""
         return self.code
 
     def wait(self) -> int:
-        """Wait for its end and return the same."""
+        """Wait for the end of the process, and return the exit code or minus the signal."""
         self.ended.wait()
         assert self.code is not None
         return self.code
 
     def end(self, code: int) -> None:
-        """Record how it ended."""
+        """Record how the process ended."""
         self.code = code
         self.ended.set()
 
 
 class ForkServer:
-    """The process that forks. It and all its children die with this process."""
+    """The process that forks. The kernel kills it and all its children when this process ends."""
 
     def __init__(self) -> None:
         self._read_at_start = read_at_start(_ENVIRON)
@@ -88,12 +88,12 @@ class ForkServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it cannot fork any more. What it had forked has ended with it."""
+        """Whether the server has ended. Its forks have ended with it."""
         with self._lock:
             return self._gone
 
     def can(self, env: dict[str, str]) -> bool:
-        """Whether a process of this environment can be a fork."""
+        """Whether a process with this environment can be a fork."""
         return read_at_start(env) == self._read_at_start
 
     def start(self, argv: list[str], env: dict[str, str], cwd: str, fds: Sequence[int], *, spares: int = 0) -> Forked:
@@ -112,7 +112,7 @@ class ForkServer:
         return child
 
     def close(self) -> None:
-        """End the server, and everything it forked."""
+        """End the server and all its forks."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._process.wait()
@@ -127,7 +127,7 @@ class ForkServer:
             for reply in self._starting.values():
                 reply.put(None)
         for child in self._running.values():
-            child.end(-signal.SIGKILL)  # the kernel kills it together with its parent
+            child.end(-signal.SIGKILL)  # the kernel kills the fork together with its parent
 
     def _heard(self, pid: int, number: int | None = None, code: int | None = None) -> None:
         if number is None:
@@ -143,7 +143,7 @@ _server: ForkServer | None = None
 
 
 def fork_server() -> ForkServer:
-    """Return the fork server of this process, started when it is first needed."""
+    """Return the fork server of this process. Start the server at the first call."""
     global _server
     if _server is None or _server.has_ended:
         _server = ForkServer()
@@ -178,7 +178,7 @@ class Popen(subprocess.Popen[Any]):
     _fork: Forked | None = None
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
-        """Start the process, as ``subprocess.Popen`` requires it: the arguments are those of its own method."""
+        """Start the process. The arguments are those of the method of ``subprocess.Popen``."""
         pass_fds, cwd, env, _, _, shell, *pipes = rest[:12]
         env = dict(os.environ if env is None else env)
         listed = isinstance(args, list | tuple) and not (shell or executable or preexec_fn or pass_fds)
@@ -211,10 +211,10 @@ class Popen(subprocess.Popen[Any]):
 
 
 class Commands:
-    """A folder for ``PATH``: its ``python``, ``persia`` and ``persia-launcher`` run as forks in the scripts of a shell.
+    """A folder for ``PATH``, whose ``python``, ``persia`` and ``persia-launcher`` run as forks in shell scripts.
 
     Args:
-        folder: Gets the commands and their socket.
+        folder: The folder for the commands and their socket.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -234,7 +234,7 @@ class Commands:
         threading.Thread(target=self._accept, name="commands", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more commands, and kill those that run."""
+        """Stop accepting commands, and kill the running ones."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -246,12 +246,12 @@ class Commands:
         while True:
             try:
                 control, _ = self._listener.accept()
-            except OSError:  # it is closed
+            except OSError:  # the socket is closed
                 return
             threading.Thread(target=self._run, args=(control,), name="command", daemon=True).start()
 
     def _run(self, control: socket.socket) -> None:
-        """Run one command. Its client waits for the process id, 0 if it is to run the command itself, and the code."""
+        """Run one command. The client gets the process id (0: it must run the command itself) and the exit code."""
         with control, contextlib.suppress(OSError):
             work = receive(control)
             if work is None:

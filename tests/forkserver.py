@@ -1,12 +1,12 @@
 """A process that has imported torch and forks the Python processes that tests start. ``forking.py`` starts it.
 
-A process forked here behaves as one that ``python -m NAME`` or ``python FILE`` started: its session, death signal,
-descriptors, environment, ``sys.path``, standard streams and command line are those of a new process, it runs as
-``__main__``, and it leaves through the interpreter's normal end. It differs in its state before the first line of a
-script: the modules in ``PRELOADED`` are loaded, and all forks of one server share the seed of ``hash()``.
+A fork behaves like a process that ``python -m NAME`` or ``python FILE`` started. Its session, death signal,
+descriptors, environment, ``sys.path``, standard streams and command line are those of a new process. It runs as
+``__main__``, and ends through the interpreter's normal exit. Only the state before the first line of a script differs:
+the modules in ``PRELOADED`` are loaded, and all forks of one server share the seed of ``hash()``.
 
-A launcher starts its ranks itself. Its spares, forked before its first line ran, become the ranks; they are its own
-children, and they have never seen its modules, threads, locks or signal handlers.
+A launcher must start its ranks itself. Before its first line runs, the launcher forks spares, which later become the
+ranks. The spares are children of the launcher, but have none of its modules, threads, locks or signal handlers.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def fork() -> int:
-    """Fork. The child is killed when this thread dies, and leads a session before this returns here.
+    """Fork. The child is killed when this thread ends. It leads a session before this function returns in the parent.
 
     Raises:
-        RuntimeError: This process has several threads; locks that they hold would be held in the child forever.
+        RuntimeError: This process has several threads. The child would hold the locks of other threads forever.
     """
     if len(tasks := os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise RuntimeError(f"{len(tasks)} threads before a fork: one of {', '.join(PRELOADED)} has started some")
@@ -58,7 +58,7 @@ def fork() -> int:
         return pid
     os.close(read)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os._exit(1)
     os.setsid()
     os.close(write)
@@ -78,7 +78,7 @@ class Server:
         signal.set_wakeup_fd(self._wake)
 
     def serve(self) -> Work:
-        """Return in each child its request. The server itself ends here with its client."""
+        """Return the request in each child. The server itself ends in this function when its client ends."""
         while True:
             sources: list[Any] = [self._control, self._woken]
             ready, _, _ = select.select(sources, [], [])
@@ -124,7 +124,7 @@ class Server:
 
 
 class Spare:
-    """A child that waits to become a process that this one starts, with the interface that ``persia.launch`` needs."""
+    """A child that waits to become a process of its parent, with the interface that ``persia.launch`` needs."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid = pid
@@ -134,7 +134,7 @@ class Spare:
         self._reaping = threading.Lock()
 
     def wait(self) -> int:
-        """Wait for its end and return its exit code, or minus a signal."""
+        """Wait for the end of the process, and return its exit code, or minus a signal."""
         with self._reaping:
             if self._code is None:
                 self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -154,7 +154,7 @@ class Spare:
 
 
 def fork_spares(work: Work) -> tuple[Work, list[Spare]]:
-    """Return the launcher's work and its spares; in a spare, which waits for it, its own work and none."""
+    """Fork the spares. Return the launcher's work and its spares, or in a spare, later, its own work and no spares."""
     spares: list[Spare] = []
     for _ in range(work.spares):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -199,8 +199,9 @@ def use_spares(spares: list[Spare]) -> None:
 def preload() -> None:
     """Import the modules that forks share, and leave one thread.
 
-    Forks do not collect garbage in these modules, which would copy most of the memory. Objects that forks create
-    themselves are destroyed. Triton, which torch does without, would take that for a leak and complain.
+    Forks do not collect garbage in these modules, because this would copy most of the memory. Objects that forks create
+    themselves are destroyed. Triton would report the missing collection as a leak, so it is disabled. Torch works
+    without Triton.
     """
     sys.modules["triton"] = None  # type: ignore[assignment]
     with warnings.catch_warnings():
@@ -218,7 +219,7 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Serve the socket in ``sys.argv[1]``; in a fork, become the requested process."""
+    """Serve the socket in ``sys.argv[1]``. In a fork, become the requested process."""
     site = sys.path[1:]
     with contextlib.suppress(KeyError):
         del os.environ[PADDING]

@@ -40,9 +40,9 @@ class Work:
         argv: The command line after the interpreter.
         env: The whole environment.
         cwd: The working directory.
-        spares: Processes to fork for the ones it starts itself.
-        number: The request's.
-        fds: The descriptors for its standard input, output and error.
+        spares: The number of processes to fork for those that the process starts itself.
+        number: The number of the request.
+        fds: The descriptors for standard input, output and error.
     """
 
     argv: list[str]
@@ -75,9 +75,9 @@ def receive(control: socket.socket) -> Work | None:
 
 
 def streams(stdin: int | None, stdout: int | None, stderr: int | None) -> tuple[list[int], list[int], BinaryIO | None]:
-    """Return the descriptors for a child, those of them that must be closed here, and the other end of a pipe.
+    """Return the descriptors for a child, those that this process must close, and the other end of a pipe.
 
-    The arguments are those of ``subprocess.Popen`` that ``persia.launch.process`` uses.
+    The arguments are the arguments of ``subprocess.Popen`` that ``persia.launch.process`` uses.
     """
     opened: list[int] = []
     output: BinaryIO | None = None
@@ -150,8 +150,8 @@ def become(work: Work, site: Sequence[str]) -> None:
     """Turn this process into the requested one, in the state of a new interpreter before it runs anything.
 
     Args:
-        work: Its descriptors are taken over.
-        site: The end of ``sys.path``, which is that of every process of this interpreter.
+        work: The process to become. This process takes over its descriptors.
+        site: The end of ``sys.path``, which is equal in all processes of this interpreter.
     """
     for number, fd in enumerate(work.fds):
         os.dup2(fd, number)
@@ -193,13 +193,13 @@ def _open_stream(name: str, fd: int, *, unbuffered: bool) -> None:
 
 
 def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Let ``/proc`` show this command line and environment: write them where the kernel put the server's.
+    """Let ``/proc`` show this command line and environment: write them to the memory that has those of the server.
 
-    Nothing else points there any more: ``os.environ`` has its own copies since it was cleared.
+    Nothing else uses this memory, because ``os.environ`` has copies after it was cleared.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     bounds = [int(field) for field in fields[45:49]]
-    if not all(bounds):  # kernels other than Linux do not report it
+    if not all(bounds):  # kernels other than Linux do not report the bounds
         return
     variables = [f"{name}={value}" for name, value in env.items()]
     for start, end, words in ((bounds[0], bounds[1], argv), (bounds[2], bounds[3], variables)):
@@ -213,7 +213,7 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
 def run(argv: Sequence[str]) -> None:
     """Run a module, a command or a file as ``__main__``."""
     main = types.ModuleType("__main__")
-    if "__annotations__" in sys.modules["__main__"].__dict__:  # the server is a script too, so use this Python's value
+    if "__annotations__" in sys.modules["__main__"].__dict__:  # the server is a script too: keep this Python's value
         main.__annotations__ = {}
     sys.modules["__main__"] = main
     if argv[0] == "-m":

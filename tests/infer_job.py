@@ -12,11 +12,11 @@ from persia.launch.local_job import Command, free_ports
 
 
 class InferJob:
-    """Servers and middlewares of one infer job, which can be started and killed alone.
+    """Servers and middlewares of one infer job, each of which can be started and killed separately.
 
     Args:
-        folder: For the configuration.
-        checkpoint: The folder that they serve.
+        folder: The folder for the configuration.
+        checkpoint: The folder of the checkpoint that the servers serve.
         servers: The number of servers.
         middlewares: The number of middlewares.
         lists: Whether the configuration lists the servers.
@@ -33,12 +33,12 @@ class InferJob:
         self.serve(checkpoint, lists=lists)
 
     def serve(self, checkpoint: Path, *, lists: bool = True) -> None:
-        """Write the configuration, for processes that are started from now on."""
+        """Write the configuration for processes that are started afterwards."""
         infer = {"embedding_checkpoint": str(checkpoint), **({"servers": self.servers} if lists else {})}
         self._config.write_text(yaml.safe_dump({"common_config": {"job_type": "Infer", "infer_config": infer}}))
 
     def start(self) -> "InferJob":
-        """Start everything, without waiting."""
+        """Start all processes, without waiting."""
         for index in range(len(self.servers)):
             self.start_server(index)
         for index in range(len(self.middlewares)):

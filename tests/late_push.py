@@ -1,4 +1,4 @@
-"""A push of rank 1 that is late: it comes when rank 0 waits for it, or has done what should have waited."""
+"""A late push of rank 1. It arrives when rank 0 waits for it, or when rank 0 has wrongly not waited."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def _mark(folder: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def waits(folder: Path, step: int) -> Iterator[None]:
-    """On rank 0: let rank 1 push ``step`` once this rank waits for another one in the block, at the latest after it."""
+    """On rank 0, let rank 1 push ``step`` when this rank waits for another rank in the block, or at its end."""
     mark = _mark(folder, step)
 
     def marked(method: Any) -> Any:
@@ -35,5 +35,5 @@ def waits(folder: Path, step: int) -> Iterator[None]:
 
 
 def push_late(folder: Path, step: int) -> None:
-    """On rank 1, before it pushes ``step``: wait for rank 0."""
+    """On rank 1, wait for rank 0 before the push of ``step``."""
     wait_until(f"rank 0 to wait for the push of step {step}", _mark(folder, step).exists, 60)

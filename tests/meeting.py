@@ -1,4 +1,4 @@
-"""Ranks that connect within one process: the fixtures ``pool`` and ``meet``, and what they exchange."""
+"""Ranks that connect within one process: the fixtures ``pool`` and ``meet``, and helper functions."""
 
 import socket
 import threading
@@ -59,7 +59,7 @@ def pool() -> Iterator[Executor]:
 
 @pytest.fixture
 def meet(pool: Executor) -> Iterator[Meet]:
-    """Connect ranks, which end with the test."""
+    """Return a function that connects ranks, which end with the test."""
     made: list[control_plane.Peers] = []
     listeners: list[socket.socket] = []
 

@@ -1,4 +1,4 @@
-"""The metadata service of a cloud instance, as a test wants it."""
+"""The metadata service of a cloud instance, whose responses a test sets."""
 
 import threading
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ PATH = "/latest/meta-data/spot/instance-action"
 
 
 class Metadata:
-    """What is answered, and what was asked.
+    """The responses of the service, and the requests so far.
 
     Attributes:
-        status: The status of the next answers.
-        body: Their text.
-        bodies: Their texts in turn, in place of ``body``.
-        token: The token that requests need; None needs none.
+        status: The status of the next responses.
+        body: The text of the next responses.
+        bodies: The texts of successive responses, which replace ``body``.
+        token: The token that requests need; None means no token.
         asked: The requests so far: method, path, headers in lower case.
     """
 
@@ -29,7 +29,7 @@ class Metadata:
         self.url = ""
 
     def announce(self, seconds: float = 120.0) -> datetime:
-        """Announce that the instance ends in so many seconds, and return when."""
+        """Announce that the instance ends after a number of seconds, and return the announced time."""
         ends = datetime.now(timezone.utc) + timedelta(seconds=seconds)
         self.status, self.body = 200, f'{{"action": "terminate", "time": "{ends:%Y-%m-%dT%H:%M:%SZ}"}}'
         return ends

@@ -49,7 +49,7 @@ class Server:
         return content
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys of all objects below ``prefix``, without it."""
+        """Return the keys of all objects below ``prefix``, without the prefix."""
         found, token = list[str](), ""
         while True:
             path = f"/{BUCKET}?list-type=2&prefix={prefix}" + (f"&continuation-token={quote(token)}" if token else "")
@@ -86,12 +86,12 @@ class Request:
     """A request for the store.
 
     Attributes:
-        number: How many were seen before it since the rule was set.
-        method: Its method.
+        number: The number of earlier requests since the rule was set.
+        method: The method.
         key: The key of the object; empty for a request about the bucket.
-        query: The names in its query.
-        size: Bytes of its body.
-        target: The whole path with its query.
+        query: The names in the query.
+        size: The size of the body in bytes.
+        target: The whole path with the query.
     """
 
     number: int
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def is_manifest(self) -> bool:
-        """Whether it puts a manifest."""
+        """Whether the request puts a manifest."""
         return self.method == "PUT" and self.key.endswith("/MANIFEST.json")
 
 
@@ -172,12 +172,12 @@ class Proxy:
             self._rule, self.seen = rule, []
 
     def lag(self, on: bool = True) -> None:
-        """Let listings show only objects that were put before now, or all of them again."""
+        """Freeze listings, which then show only objects that were already put, or unfreeze them."""
         with self._lock:
             self._hidden = set() if on else None
 
     def decide(self, method: str, path: str, size: int) -> tuple[Request, Answer | str | None]:
-        """Record a request, and return what becomes of it."""
+        """Record a request, and return the decision of the rule about it."""
         parts = urlsplit(path)
         key = unquote(parts.path).removeprefix(f"/{BUCKET}").removeprefix("/")
         with self._lock:
@@ -193,7 +193,7 @@ class Proxy:
         return request, rule(request)
 
     def shown(self, request: Request, content: bytes) -> bytes:
-        """Return a listing without what it must not show yet."""
+        """Return a listing without the objects that it must not show yet."""
         with self._lock:
             hidden = set(self._hidden or ())
             known = set(self._put) - hidden
@@ -277,7 +277,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def store(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """Return the server, which is empty and the store of this process and of those that it starts."""
+    """Return the empty server, which is the store of this process and of its child processes."""
     server.empty()
     use(server.address, monkeypatch)
     return server

@@ -1,4 +1,4 @@
-"""An OTLP receiver for gRPC: what a collector of OpenTelemetry gets."""
+"""An OTLP receiver for gRPC, which records the data that a collector of OpenTelemetry gets."""
 
 import threading
 from concurrent import futures
@@ -72,8 +72,8 @@ class Span:
     """A span that was received.
 
     Attributes:
-        resource: The attributes of its process.
-        error: The message of its status, if that is an error.
+        resource: The attributes of the span's process.
+        error: The message of the span's status, if the status is an error.
     """
 
     resource: dict[str, Any]
@@ -89,7 +89,7 @@ class Span:
 
     @property
     def service(self) -> str:
-        """The service of its process."""
+        """The service name of the span's process."""
         return str(self.resource["service.name"])
 
 
@@ -106,7 +106,7 @@ class Receiver:
     """Keeps the spans that processes send; a context manager.
 
     Attributes:
-        spans: Those received so far.
+        spans: The spans received so far.
         headers: The metadata of each call.
     """
 
@@ -130,7 +130,7 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address at which the receiver listens."""
         return f"http://127.0.0.1:{self.port}"
 
     def traces(self) -> dict[str, list[Span]]:

@@ -1,4 +1,4 @@
-"""Debian's Prometheus and push gateway for tests: those of PATH, else from their packages, which are not installed."""
+"""Debian's Prometheus and push gateway for tests, from PATH, or from packages that are unpacked but not installed."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ START_S = 60.0
 
 
 def find(folder: Path) -> Path | None:
-    """Return a folder with the programs; None where they are not on PATH and apt-get downloads no packages."""
+    """Return a folder with the programs; None if they are not on PATH and apt-get cannot download the packages."""
     found = [shutil.which(name) for name in PROGRAMS]
     if all(found):
         for name, path in zip(PROGRAMS, found, strict=True):
@@ -35,7 +35,7 @@ def find(folder: Path) -> Path | None:
 
 
 class Program:
-    """A running program that answers over HTTP."""
+    """A running program with an HTTP API."""
 
     def __init__(self, words: list[str], port: int, log: Path) -> None:
         self.url, self._log = f"http://127.0.0.1:{port}", log
@@ -52,7 +52,7 @@ class Program:
             return False
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Return ``data`` of an answer of the API."""
+        """Return ``data`` of a response of the API."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310
@@ -61,11 +61,11 @@ class Program:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return what an expression gives now."""
+        """Return the current result of an expression."""
         return list(self.get("query", query=expression)["result"])
 
     def has(self, expression: str) -> bool:
-        """Whether an expression gives a number, which NaN is not."""
+        """Whether the result of an expression is a number and not NaN."""
         return any(each["value"][1] != "NaN" for each in self.query(expression))
 
     def firing(self) -> set[tuple[str, str]]:

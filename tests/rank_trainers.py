@@ -1,4 +1,4 @@
-"""Trainers of several ranks, each started by itself."""
+"""Trainers of several ranks, each of which is started separately."""
 
 import json
 from typing import Any
@@ -11,5 +11,5 @@ COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
 
 
 def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> list[Part]:
-    """Start one trainer replica for each rank, so that no launcher ends the others."""
+    """Start one trainer replica for each rank, because a launcher would end its other ranks."""
     return [stack.trainer(SCRIPT, json.dumps(plan), node=node, nodes=count, env=env) for node in range(count)]

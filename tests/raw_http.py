@@ -1,4 +1,4 @@
-"""HTTP requests as bytes, for clients that break them."""
+"""HTTP requests as bytes, for clients that damage them."""
 
 import errno
 import random
@@ -16,7 +16,7 @@ DISCONNECTED = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 
 
 def rest(connection: socket.socket) -> bytes:
-    """Return what a connection still receives until its end."""
+    """Return the data that a connection receives until its end."""
     found = b""
     try:
         while part := connection.recv(65_536):
@@ -27,7 +27,7 @@ def rest(connection: socket.socket) -> bytes:
 
 
 def malformed(draw: random.Random, request: bytes) -> bytes:
-    """Return a request with something wrong: bytes replaced, removed or added."""
+    """Return a request in which bytes are replaced, removed or added."""
     text = bytearray(request)
     for _ in range(draw.randint(1, 8)):
         at = draw.randrange(len(text))
@@ -44,7 +44,7 @@ def malformed(draw: random.Random, request: bytes) -> bytes:
 
 
 def framed(body: bytes) -> bytes:
-    """Return a request for scores with this body, whose length it states."""
+    """Return a request for scores with this body and the correct content length."""
     return b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
@@ -68,10 +68,10 @@ def answers(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
 
 
 def send_malformed(connection: socket.socket, draw: random.Random, body: bytes, count: int) -> None:
-    """Send malformed requests by one connection, and check that none is a failure of the server.
+    """Send malformed requests over one connection, and check that no response is a failure of the server.
 
-    All but the last have malformed bodies of the right length, and are sent together: each must get a response. The
-    last one has wrong bytes anywhere, so the server may also disconnect it.
+    All requests except the last have malformed bodies of the correct length, and are sent together. Each of them must
+    get a response. The last one has wrong bytes anywhere, so the server may also close the connection.
     """
     connection.sendall(b"".join(framed(malformed(draw, body)) for _ in range(count - 1)))
     for status, content in answers(connection, count - 1):

@@ -18,7 +18,7 @@ def shard(text: str) -> Shard:
     """Parse ``2/4``, the second of four shards.
 
     Raises:
-        pytest.UsageError: It is not of this form, or there is no such shard.
+        pytest.UsageError: The text does not have this form, or there is no such shard.
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
@@ -27,7 +27,7 @@ def shard(text: str) -> Shard:
 
 
 def belongs(name: str, part: Shard) -> bool:
-    """Whether the test of this name is in the shard; each test is in exactly one of the N."""
+    """Whether the test of this name is in the shard. Each test is in exactly one of the N."""
     return zlib.crc32(name.encode()) % part[1] == part[0] - 1
 
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep track of what passes."""
+    """Record the tests that pass."""
     config.pluginmanager.register(Progress(config), "persia-progress")
 
 
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Progress:
-    """Notes each test as it ends: failures on the terminal, passes in the file to resume from."""
+    """Reports each test as it ends: failures on the terminal, passed tests in the file to resume from."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -85,7 +85,7 @@ class Progress:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Print the name of a failed test; record a passed one after its fixtures have ended."""
+        """Print the name of a failed test. Record a passed one after its fixtures have ended."""
         if not self.controller:
             return
         if report.failed:

@@ -1,6 +1,6 @@
-"""A job's fixed parts as real processes on loopback, for the integration tests.
+"""The fixed parts of a job as real processes on loopback, for the integration tests.
 
-``stack = make_stack(servers=2)`` starts NATS, two servers and a middleware, and everything ends with the test.
+``stack = make_stack(servers=2)`` starts NATS, two servers and a middleware. All processes end with the test.
 ``stack.settings`` are the variables that make a process part of the job; ``stack.use(monkeypatch)`` sets them here.
 """
 
@@ -63,14 +63,14 @@ class Part:
         return "\n".join(self.lines)
 
     def wait(self, timeout: float = 120.0) -> int:
-        """Return its exit code, or minus the signal that ended it."""
+        """Return the exit code of the process, or minus the signal that ended it."""
         wait_until(
             f"{self.process.name} to end", lambda: not self.process.running, timeout, evidence=lambda: self.output
         )
         return self.process.code
 
     def says(self, text: str, timeout: float = 90.0) -> str:
-        """Wait until it has written a line with ``text``, and return the line."""
+        """Wait until the process has written a line with ``text``, and return the line."""
 
         def said() -> str | None:
             ended = not self.process.running
@@ -84,7 +84,7 @@ class Part:
 
 
 def start(command: Command, cwd: Path | None = None) -> Part:
-    """Start a process; a Python process is forked from one that has imported torch."""
+    """Start a process. A Python process is forked from a process that has imported torch."""
     part: list[Part] = []
     ready = threading.Event()
 
@@ -100,7 +100,7 @@ def start(command: Command, cwd: Path | None = None) -> Part:
 
 
 class Stack:
-    """NATS, servers and middlewares of one job, which can be started, ended and killed alone or together."""
+    """NATS, servers and middlewares of one job, which can be started, stopped and killed separately or together."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Stack:
             monkeypatch.setenv(name, value)
 
     def start(self) -> "Stack":
-        """Start everything and wait until it is ready."""
+        """Start all parts, and wait until they are ready."""
         self.start_nats()
         for index in range(self.job.servers):
             self.start_part("server", index)
@@ -163,7 +163,7 @@ class Stack:
         return self
 
     def start_nats(self) -> None:
-        """Start NATS; after the first time on the same port."""
+        """Start NATS. A later start uses the same port as the first one."""
         port = int(self.nats_url.rsplit(":", 1)[1]) if self.nats_url else None
         part = self.run(self.job.nats(port))
         self.nats_url = self.job.nats_url(part.process)
@@ -180,13 +180,13 @@ class Stack:
     def python(
         self, name: str, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> Part:
-        """Start ``python ARGUMENTS`` as part of the job; scripts find ``conftest``."""
+        """Start ``python ARGUMENTS`` as part of the job. Scripts can import ``conftest``."""
         words = [sys.executable, *map(str, arguments)]
         return self.run(Command(name, words, {**self.python_env, **(env or {})}), cwd=cwd)
 
     @property
     def python_env(self) -> dict[str, str]:
-        """The whole environment of a Python process of this job, which finds the modules of the tests."""
+        """The whole environment of a Python process of this job, which can import the modules of the tests."""
         env = self.job.client_env(self.nats_url)
         return env | {"PYTHONPATH": os.pathsep.join([TESTS, *filter(None, [env.get("PYTHONPATH")])])}
 
@@ -213,14 +213,14 @@ class Stack:
         return self.python(f"data-{index}", *words, env=env)
 
     def run(self, command: Command, cwd: Path | None = None) -> Part:
-        """Start a process; it ends with the stack."""
+        """Start a process, which ends with the stack."""
         self.parts[command.name] = start(command, cwd)
         return self.parts[command.name]
 
     def nats_client(self, timeout: float | None = None) -> Any:
-        """Return a client of its NATS, to be connected; ``timeout`` is for each message."""
+        """Return a client of the stack's NATS, which is not connected yet. ``timeout`` applies to each message."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it imports pkg_resources, which is deprecated
+            warnings.simplefilter("ignore")  # pynats imports pkg_resources, which is deprecated
             from pynats import NATSClient
         password = role_token(secret(self.job.token_file), "nats")
         url = self.nats_url.replace("nats://", f"nats://persia:{password}@")
@@ -260,7 +260,7 @@ class Stack:
         return self.parts[name].wait(END)
 
     def close(self) -> None:
-        """End all processes that still run, in the reverse order of their start."""
+        """End all running processes, in the reverse order of their start."""
         for part in reversed(self.parts.values()):
             if part.process.running:
                 part.process.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A pseudo-terminal with a process on it, and a person who types."""
+"""A process on a pseudo-terminal, and methods that type like a person."""
 
 import os
 import pty
@@ -25,7 +25,7 @@ class Terminal:
         argv: The arguments of the interpreter.
         env: The whole environment.
         cwd: The working directory.
-        spares: Processes that a launcher starts, to be forked in advance.
+        spares: The number of processes that a launcher starts, which are forked in advance.
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, spares: int = 0) -> None:
@@ -54,7 +54,7 @@ class Terminal:
         while True:
             try:
                 piece = os.read(self._master, 4096)
-            except OSError:  # EIO: no process has the terminal open any more
+            except OSError:  # EIO: no process has the terminal open
                 piece = b""
             if not piece:
                 return
@@ -64,15 +64,15 @@ class Terminal:
 
     @property
     def content(self) -> str:
-        """Everything that the terminal has shown."""
+        """All output that the terminal has shown."""
         return self._content
 
     def expect(self, pattern: str, timeout: float = _WAIT_S) -> re.Match[str]:
-        """Wait until the terminal shows something new that matches."""
+        """Wait until new output of the terminal matches the pattern."""
         return self.expect_each(pattern, timeout=timeout)[0]
 
     def expect_each(self, *patterns: str, timeout: float = _WAIT_S) -> list[re.Match[str]]:
-        """Wait until the terminal shows something new that matches each pattern, in any order."""
+        """Wait until new output of the terminal matches each pattern, in any order."""
         found: list[re.Match[str] | None] = []
 
         def shown() -> bool:
@@ -96,7 +96,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def command(self, text: str, wanted: str, timeout: float = _WAIT_S) -> str:
-        """Type a line at a prompt, and return what is shown until the next prompt, which has to match."""
+        """Type a line at a prompt, and return the output until the next prompt. The output must match."""
         start = self._seen
         self.type(f"{text}\n")
         self.expect(wanted, timeout)

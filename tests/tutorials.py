@@ -1,11 +1,11 @@
 """Run a page of the documentation as a reader would: its blocks in order, in an empty folder.
 
 * A block whose first line is a comment with a file name, such as ``# train.py``, is that file.
-* Another ``python`` block is a script, an ``sh`` block a script of bash. It must end with 0.
-* A block without a language is the standard output of the script before it. ``…`` stands for any characters of a line,
-  a line of ``…`` alone for any lines. For example, ``AUC 0.81…`` allows 0.81 to 0.82.
+* Another ``python`` block is a script, and an ``sh`` block is a script of bash. A script must exit with 0.
+* A block without a language is the standard output of the script before it. ``…`` matches any characters of a line, and
+  a line of ``…`` alone matches any lines. For example, ``AUC 0.81…`` allows 0.81 to 0.82.
 
-A block that cannot be run is an error: another language, an output without a script, a file that no script names.
+A block that cannot be run is an error: another language, an output without a script, or a file that no script names.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ TIMEOUT_S = 200
 
 
 class PageError(AssertionError):
-    """A page does not do what it describes."""
+    """The blocks of a page do not work as the page describes."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The name of the file that it is, if it is one."""
+        """The name of the file, if the block is a file."""
         named = NAMED.match(self.text)
         return named[1] if named and self.language in {"python", "yaml"} else None
 
     @property
     def command(self) -> list[str] | None:
-        """The command that runs it, if it is a script."""
+        """The command that runs the block, if the block is a script."""
         if self.file is not None:
             return None
         commands = {"python": [sys.executable, "-c"], "sh": ["bash", "-eu", "-o", "pipefail", "-c"]}
@@ -86,7 +86,7 @@ def run_page(page: Path, folder: Path, environment: Mapping[str, str]) -> None:
     try:
         _run_blocks(page, found, folder, environment)
     finally:
-        for process in psutil.process_iter():  # a server that a page has started in the background
+        for process in psutil.process_iter():  # ends a server that a page has started in the background
             with contextlib.suppress(psutil.Error):
                 if Path(process.cwd()) == folder:
                     process.kill()
@@ -117,7 +117,7 @@ def run(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
     """Run a script and return its standard output.
 
     Raises:
-        PageError: It fails.
+        PageError: The script fails.
     """
     settings = {**environment, "COLUMNS": "120"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -133,7 +133,7 @@ def run(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether an output is the documented one, without trailing spaces."""
+    """Whether an output equals the documented one, apart from trailing spaces."""
     lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == "…" else re.escape(line).replace("…", ".*?") + r"\n" for line in lines

@@ -1,4 +1,4 @@
-"""``persia up`` in a folder of its own, and its output, for tests."""
+"""``persia up`` in a separate folder, and its output, for tests."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ class Up:
         """Return the only child process whose command line has ``program``, with these environment variables."""
 
         def matches(child: psutil.Process) -> bool:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may end in the meantime
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process may end in the meantime
                 return (
                     bool(re.search(program, " ".join(child.cmdline()))) and variables.items() <= child.environ().items()
                 )

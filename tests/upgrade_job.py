@@ -1,4 +1,4 @@
-"""A short run, in one process and on a server with a log, that later versions resume: ``tests/data/upgrade/VERSION``.
+"""A short run in one process, and one on a server with a log. Later versions resume ``tests/data/upgrade/VERSION``.
 
 All numbers that torch computes are exact, so the rows are the same with every version of torch and on every processor.
 ``python tests/upgrade_job.py`` writes the files of this version; ``make upgrade-data`` runs it.
@@ -41,7 +41,7 @@ KEPT = ("servers", "checkpoints", "run")
 
 
 class Fixed(IterableDataset):
-    """Batches that are computed from their number; continues by its state dict."""
+    """Batches that are computed from their number. A state dict continues them."""
 
     def __init__(self) -> None:
         super().__init__(buffer_size=2)
@@ -58,7 +58,7 @@ class Fixed(IterableDataset):
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after them."""
+        """Continue after the batches that were yielded."""
         self.next = state_dict["next"]
 
 
@@ -76,7 +76,7 @@ def batch(number: int) -> PersiaBatch:
 
 
 class Exact(torch.nn.Module):
-    """The sum of all embeddings and a bias. Gradients are sums of labels, which are quarters."""
+    """The sum of all embeddings and a bias. Gradients are sums of labels, which are multiples of 1/4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def configure(folder: Path) -> dict[str, str]:
 
 
 def train(run: Path | str, *, until: int = STEPS) -> tuple[int, str]:
-    """Train, from the newest checkpoint in ``run`` if there is one. Returns the first step and a digest of the rows."""
+    """Train from the newest checkpoint in ``run``, if any. Return the first step and a digest of the rows."""
     model = Exact()
     dense = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     rows = Adagrad(lr=0.0625, initial_accumulator_value=0.25)
@@ -128,7 +128,7 @@ def options() -> dict[str, Any]:
 
 def interrupted(run: Path | str) -> str:
     """Train a little further than the checkpoint, and return the digest of the checkpoint."""
-    torch.manual_seed(7)  # the seed of the rows; a resumed run has that of its checkpoint
+    torch.manual_seed(7)  # the seed of the rows; a resumed run uses the seed of its checkpoint
     train(run, until=SAVED + 2)  # a step is saved when the next one begins
     start, saved = train(run, until=SAVED)
     assert start == SAVED, start
@@ -139,7 +139,7 @@ def write() -> None:
     """Write the files of this version, and the digests of the uninterrupted run.
 
     Raises:
-        FileExistsError: They exist. They are written once, before the version is released.
+        FileExistsError: The files exist. They are written once, before the version is released.
     """
     folder = VERSIONS / persia.__version__
     folder.mkdir()
@@ -154,7 +154,7 @@ def write() -> None:
             os.environ.update(job.start().settings)
             torch.manual_seed(7)
             train("run", until=SAVED + 2)
-            job.kill("server-0")  # the log has the steps after the checkpoint
+            job.kill("server-0")  # the log has the pushes of the steps after the checkpoint
         finally:
             job.close()
         for name in KEPT:

@@ -17,7 +17,7 @@ def wait_until(
     evidence: Callable[[], str] = str,
     interval: float = 0.02,
 ) -> Found:
-    """Wait until ``condition`` returns a true value, and return it; a failure names the wait and shows the evidence."""
+    """Wait until ``condition`` returns a true value, and return it. A failure names the wait and shows the evidence."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}\n{evidence()}"
@@ -26,7 +26,7 @@ def wait_until(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; a zombie counts as ended."""
+    """Whether a process has not ended. A zombie counts as ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -27,13 +27,13 @@ NAPOLEON = Config(napoleon_use_ivar=True, napoleon_use_rtype=False)
 
 
 class Pages:
-    """The pages of one reading of the sources."""
+    """The pages, written from one reading of the sources."""
 
     def __init__(self, folder: Path) -> None:
         shutil.copytree(CORE / "python" / "persia_core", folder / "persia_core", ignore=shutil.ignore_patterns("*.so"))
         shutil.copy(
             CORE / "src" / "errors.py", folder / "persia_core"
-        )  # what the extension contains; the stub is merged
+        )  # the names that the extension contains; the stub is merged
         loader = griffe.GriffeLoader(search_paths=[ROOT / "persia_py", folder], allow_inspection=False)
         loader.load("persia_core")
         loader.load("persia")
@@ -55,7 +55,7 @@ class Pages:
         found = self.tree[module]
         if found.exports is not None:
             return sorted((str(name) for name in found.exports), key=str.lower)
-        if "__all__" in found.members:  # the module is another path of a module, whose __all__ is used
+        if "__all__" in found.members:  # the name is another path of a module, whose __all__ is used
             return self._public(str(found.members["__all__"].target_path).removesuffix(".__all__"))
         return [
             name
@@ -125,7 +125,7 @@ class Pages:
             yield from self._entry(member, each, f"{indent}   ", of=found if isinstance(found, Class) else None)
 
     def _parameters(self, given: Parameters, *, bound: bool) -> str:
-        """Return the parameters of a signature; ``bound``: without the first one, which is the object."""
+        """Return the parameters of a signature. ``bound`` omits the first one, which is the object."""
         parts: list[str] = []
         kinds = [each.kind for each in given]
         for place, each in enumerate(given):
@@ -147,7 +147,7 @@ class Pages:
         return f"({', '.join(parts)})"
 
     def _type(self, given: str | Expr) -> str:
-        """Return an annotation with the full names of what has a description. An alias without one is its value."""
+        """Return an annotation with the full names of described objects. An alias without a description is replaced."""
         if isinstance(given, str):
             return given
         parts: list[str] = []
@@ -222,7 +222,7 @@ class Pages:
         return self.rust.get(f"{parent.name}.{found.name}" if isinstance(parent, Class) else found.name, "")
 
     def _reference(self, place: str, role: str, short: str, target: str) -> str:
-        """Return what a role of a docstring refers to, as a link or as code."""
+        """Return the target of a role of a docstring, as a link or as code."""
         shown = target.rpartition(".")[2] if short else target
         root = target.partition(".")[0]
         if "." in target and root not in {"persia", "persia_core"} and self._find(root, place) is None:

@@ -4,7 +4,7 @@
 base=${BASE:-debian:trixie-slim}
 here=$(cd "$(dirname "$0")/.." && pwd)
 
-# If the environment names a certificate bundle, downloads pass through a proxy, which the builds must trust too.
+# If the environment names a certificate bundle, downloads pass through a proxy. The builds must trust this proxy too.
 if [ -n "${SSL_CERT_FILE:-}" ] && [ -f "$SSL_CERT_FILE" ] && ! cmp -s "$SSL_CERT_FILE" "$here/services/ca/host.crt"; then
     cp "$SSL_CERT_FILE" "$here/services/ca/host.crt"
 fi

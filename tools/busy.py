@@ -1,4 +1,4 @@
-"""Run a command while every processor is busy, and return its exit code: ``tools/busy.py COMMAND ARGUMENTS...``."""
+"""Run a command while every processor is busy, and return its exit code. Usage: tools/busy.py COMMAND ARGUMENTS..."""
 
 import os
 import subprocess

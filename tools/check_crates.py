@@ -1,4 +1,4 @@
-"""Check licences and sources of all crates by rust_core/deny.toml, if cargo-deny is not installed."""
+"""Check licences and sources of all crates by the rules in rust_core/deny.toml, if cargo-deny is not installed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Check that dependencies have one direction only: the layers of the architecture, for crates and for Python.
+"""Check that dependencies between crates, and between Python modules, follow the layers of the architecture.
 
 examples -> persia -> persia_core -> cuda -> engine; persia_core -> features, engine, store, wire -> types -> kernels;
 server -> store, wire; store -> objects -> types.
@@ -243,7 +243,7 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Print all problems; return 1 if there are any."""
+    """Print all problems. Return 1 if there are any."""
     errors = [*crate_errors(), *std_errors(), *python_errors(), *package_errors()]
     for error in errors:
         print(error, file=sys.stderr)

@@ -37,7 +37,7 @@ class Page:
     Attributes:
         links: The line and the target of each link and image.
         anchors: The anchors of its headings, as git hosts and the site make them.
-        entries: The files that its lists of pages name, if it is the first page.
+        entries: The files that the lists of pages in the file name, if the file is the first page.
         languages: The line and the language of each block of code that has one.
     """
 
@@ -48,7 +48,7 @@ class Page:
 
     @classmethod
     def read(cls, text: str) -> "Page":
-        """Read one from its text."""
+        """Parse the text of a file."""
         page = cls()
         tokens = MarkdownIt("commonmark").enable("table").parse(text)
         line = 0
@@ -125,7 +125,7 @@ def _is_known(language: str) -> bool:
 
 
 def outside_navigation(found: dict[Path, Page], root: Path = ROOT) -> Iterator[str]:
-    """Yield each page of the manual that the navigation does not have once, and each entry without a page."""
+    """Yield each page of the manual that is not exactly once in the navigation, and each entry without a page."""
     listed = [_entry(each) for each in found[INDEX].entries]
     for path in found:
         if path.parts[0] == "docs" and path != INDEX and (times := listed.count(path)) != 1:
@@ -142,7 +142,7 @@ def _entry(name: str) -> Path:
 
 
 def main() -> int:
-    """Print what is wrong; return 1 if anything is."""
+    """Print all problems. Return 1 if there are any."""
     found = pages()
     wrong = [*broken(found), *unknown_languages(found), *outside_navigation(found)]
     for line in wrong:

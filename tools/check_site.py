@@ -54,7 +54,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong; return 1 if anything is."""
+    """Print all problems. Return 1 if there are any."""
     folder = Path(sys.argv[1])
     wrong = [*problems(folder)]
     for line in wrong:

@@ -1,8 +1,8 @@
 """Print which rows of tests/checklist.md no test has shown: ``tools/checklist.py [SOURCE ...]``, for example ``S0``.
 
 Reads runs/checklist.json, which a run of all tests writes. Exits with 1 if a row of the requested sources (default:
-all) has no test, or a test that failed. A row that was skipped with a reason counts as shown. The part of a
-row that needs a GPU is shown by tests of ``S3-32/G``; without a device they are skipped, which is printed.
+all) has no test, or a test that failed. A row that was skipped with a reason counts as shown. Tests of ``S3-32/G`` show
+the part of a row that needs a GPU. Without a device, these tests are skipped, and the skip is printed.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Usage: tools/config_reference.py [--check]
 
-With --check nothing is written; the exit code is 1 if the file is not current.
+With --check nothing is written. The exit code is 1 if the file is not current.
 """
 
 import re
@@ -49,7 +49,7 @@ config = persia.load_config("persia.yml", ["train.seed=7"])  # a ConfigError lis
 is_valid, errors = persia.config.validate_config("persia.yml")
 ```
 
-* **`--set KEY=VALUE`** changes or adds a key. `KEY` is a path such as `train.dense_optimizer.lr`; `VALUE` is YAML. The
+* **`--set KEY=VALUE`** changes or adds a key. `KEY` is a path such as `train.dense_optimizer.lr`. `VALUE` is YAML. The
   option can be repeated. If a key is set twice, the last value is used.
 * **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order,
   and recognizes each by its blocks. It compares the slots of `persia.yml` with those of `embedding_config.yml`. Without
@@ -60,10 +60,10 @@ is_valid, errors = persia.config.validate_config("persia.yml")
   `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. If neither is set, the slots are
   those of `config/embedding_config.yml` next to the script or in the working directory. Capacity and other limits of a
   job are in [`global_config.yml`](running.md).
-* **Values.** A number may be written as `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and
-  `on` are strings. A string that looks like a number, `true`, `false` or `null` needs quotes, and so does a string for
-  which YAML requires them, such as one with `: ` or ` #`. `null`, or no value, means "not set". An alias (`*name`)
-  repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`) are refused.
+* **Values.** A number may be written as `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`, whereas
+  `yes` and `on` are strings. A string that looks like a number, `true`, `false` or `null` needs quotes, and so does a
+  string for which YAML requires them, such as one with `: ` or ` #`. `null`, or no value, means "not set". An alias
+  (`*name`) repeats the value of its anchor (`&name`). Merge keys (`<<`) and tags (`!name`) are refused.
 * **Features and labels.** `config show` prints them as they are in the file, without defaults.
   [transforms.md](transforms.md) describes their keys and defaults.
 * **The column of a label** cannot be the column of a feature, a weight, a group or a split, because the model would

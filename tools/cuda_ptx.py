@@ -3,8 +3,8 @@
     python tools/cuda_ptx.py            # compare the committed PTX with a new one
     python tools/cuda_ptx.py --write    # replace it
 
-It takes NVRTC 12.0 (requirements/nvrtc.txt, in .venv/nvrtc after `make setup`), because a driver refuses PTX that is
-newer than itself: every driver from 525 on reads that of 12.0.
+The tool uses NVRTC 12.0 (requirements/nvrtc.txt, in .venv/nvrtc after `make setup`), because a driver refuses PTX that
+is newer than itself. Every driver from 525 on accepts the PTX of 12.0.
 """
 
 import argparse
@@ -24,7 +24,7 @@ OPTIONS = ("--std=c++17", "--fmad=false")
 
 
 class NvrtcError(Exception):
-    """NVRTC is missing, or rejects the source; the message contains its log."""
+    """NVRTC is missing, or rejects the source. The message contains its log."""
 
 
 def library(folder: Path) -> Path:
@@ -37,7 +37,7 @@ def library(folder: Path) -> Path:
 
 def compile_ptx(nvrtc: Path, architecture: str = ARCHITECTURE) -> str:
     """Return the kernels as PTX for ``architecture``."""
-    # NVRTC's built-in functions are in the same folder, which the loader does not search.
+    # NVRTC's built-in functions are in a library in the same folder, which the loader does not search.
     for builtins in sorted(nvrtc.parent.glob("libnvrtc-builtins.so.*")):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     lib = ctypes.CDLL(str(nvrtc))

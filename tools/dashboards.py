@@ -1,6 +1,6 @@
 """Write the dashboards of Grafana, ``services/monitor/grafana/*.json``, from ``services/monitor/panels.yml``.
 
-``--check`` writes nothing, and exits with 1 if a file is not as it would be written.
+``--check`` writes nothing, and exits with 1 if a file is not current.
 """
 
 import json

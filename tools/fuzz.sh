@@ -9,7 +9,7 @@ shift
 [ "$#" -gt 0 ] || set -- corpus/*
 set -- "${@#corpus/}"
 
-# Coverage is a pass of LLVM that every toolchain has; --target keeps it out of build scripts.
+# Every toolchain has the LLVM pass for coverage. With --target, the pass does not apply to build scripts.
 host=$(rustc -vV | sed -n 's/^host: //p')
 flags="-Cpasses=sancov-module"
 for option in -sanitizer-coverage-level=4 -sanitizer-coverage-trace-compares -sanitizer-coverage-inline-8bit-counters \

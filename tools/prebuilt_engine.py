@@ -1,4 +1,4 @@
-"""Copy the engine of the tests into services/engine, from which ``ENGINE=prebuilt`` builds the images.
+"""Copy the engine of the tests into services/engine. ``ENGINE=prebuilt`` builds the images with it.
 
 Usage: tools/prebuilt_engine.py FOLDER
 
@@ -76,7 +76,7 @@ def wheel(package: Path, extension: Path) -> str:
 
 
 def digest(path: Path) -> str:
-    """Return the hash of a file as a wheel's RECORD has it."""
+    """Return the hash of a file in the form of a wheel's RECORD."""
     found = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest())
     return "sha256=" + found.decode().rstrip("=")
 

@@ -2,7 +2,7 @@
 
 Usage: tools/reference_pages.py [--check]
 
-With --check nothing is written; the exit code is 1 if a file is not current.
+With --check nothing is written. The exit code is 1 if a file is not current.
 """
 
 import ast
@@ -91,7 +91,7 @@ def _command(command: Any, name: str, parent: Any) -> Iterator[str]:
 
 
 def _structures(source: str) -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """Return the options of each structure of ``args.rs``, with its own text."""
+    """Return the options of each structure of ``args.rs``, with the text of the structure."""
     found = {}
     structure = r"((?:^/// [^\n]*\n)*)(?:^#\[[^\n]*\n)*^pub struct (\w+) \{\n(.*?)^\}"
     for text, name, body in re.findall(structure, source, re.MULTILINE | re.DOTALL):
@@ -116,7 +116,7 @@ def _table(kind: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text on one line, as it is to be read: without marks of Markdown, except code."""
+    """Return a text on one line, without marks of Markdown except those of code."""
     parts = re.split(r"(``?[^`]+``?)", " ".join(text.split()))
     marks = r"([*<|]|(?<!\w)_|_(?!\w))"
     return "".join(part.replace("``", "`") if part.startswith("`") else re.sub(marks, r"\\\1", part) for part in parts)
@@ -139,7 +139,7 @@ def exits() -> str:
 
 
 def _docstrings(source: str) -> dict[str, str]:
-    """Return the texts behind the members of ``ExitCode``."""
+    """Return the texts that follow the members of ``ExitCode``."""
     body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
     return {
         before.targets[0].id: str(after.value.value)

@@ -38,7 +38,7 @@ def is_done(release: Release, step: Step) -> bool:
 
 
 def remaining(release: Release, steps: Sequence[Step]) -> Sequence[Step]:
-    """Return the steps from the first one that is not done; their records are removed."""
+    """Return the steps from the first one that is not done. Their records are removed."""
     done = 0
     while done < len(steps) and is_done(release, steps[done]):
         tell(f"{steps[done].what}: done before")
@@ -67,7 +67,7 @@ def perform(release: Release, step: Step) -> None:
 
 
 def tell(line: str) -> None:
-    """Print a line of the release itself."""
+    """Print a line of this script."""
     print(f"== {line}", flush=True)
 
 
@@ -83,10 +83,10 @@ def missing_programs(*, images: bool) -> Iterator[ReleaseError]:
 
 
 def prepare(options: argparse.Namespace) -> Release:
-    """Check the sources, and return what is to be made.
+    """Check the sources, and return the description of the release.
 
     Raises:
-        ReleaseError: These are not the sources of a release; all reasons are named.
+        ReleaseError: These are not the sources of a release. The message names all reasons.
     """
     found = [*missing_programs(images=options.images)]
     if options.borrow and not options.rehearse:
@@ -120,7 +120,7 @@ def prepare(options: argparse.Namespace) -> Release:
 
 
 def discard_others(release: Release) -> None:
-    """Remove what was made of other sources."""
+    """Remove files that were made from other sources."""
     mark = release.state / "sources.txt"
     if mark.exists() and mark.read_text() == release.sources:
         return

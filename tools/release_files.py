@@ -30,7 +30,7 @@ def sha256(path: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of a release, sorted by name; hidden ones are of the tool."""
+    """Return the files of a release, sorted by name, without the hidden files of the release tool."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".") and path.name != SUMS
     )
@@ -67,7 +67,7 @@ def wrong_metadata(wheel: Path, version: str) -> Iterator[str]:
     name, tagged, _, _ = parse_wheel_filename(wheel.name)
     try:
         parsed = Metadata.from_email(metadata_of(wheel), validate=True)
-    except Exception as error:  # an ExceptionGroup, which packaging defines itself for Python 3.10
+    except Exception as error:  # an ExceptionGroup; for Python 3.10, packaging defines its own class
         yield f"{wheel.name}: {error}: {getattr(error, 'exceptions', '')}"
         return
     if str(tagged) != version or str(parsed.version) != version:
@@ -93,7 +93,7 @@ def tagged_glibc(wheel: Path) -> tuple[int, int] | None:
     """Return the glibc that the tags of a wheel promise, None for a wheel without compiled files.
 
     Raises:
-        ValueError: It is tagged for one machine or another system.
+        ValueError: The wheel is tagged for a single machine or for another system.
     """
     _, _, _, tags = parse_wheel_filename(wheel.name)
     found: set[tuple[int, int]] = set()
@@ -131,7 +131,7 @@ def wrong_binaries(wheel: Path) -> Iterator[str]:
 
 
 def wrong_binary(binary: Path, promised: tuple[int, int]) -> Iterator[str]:
-    """Yield why a compiled file does not run with a glibc and the common libraries."""
+    """Yield the reasons why a compiled file does not run with a glibc and the common libraries."""
     try:
         said = readelf(binary, "--version-info", "--dynamic")
     except subprocess.CalledProcessError as error:
@@ -150,7 +150,7 @@ def wrong_binary(binary: Path, promised: tuple[int, int]) -> Iterator[str]:
 
 
 def readelf(binary: Path, *options: str) -> str:
-    """Return what ``readelf`` says of a file, in English."""
+    """Return the output of ``readelf`` for a file, in English."""
     words = ["readelf", "--wide", *options, str(binary)]
     done = subprocess.run(words, env={**os.environ, "LC_ALL": "C"}, check=True, capture_output=True, text=True)
     return done.stdout

@@ -1,4 +1,4 @@
-"""The test of a release as a user has it: its wheels in a bare environment without Rust, and its images."""
+"""Tests a release as users install it: its wheels in a bare environment without Rust, and its images."""
 
 import json
 import os
@@ -32,7 +32,7 @@ class Bare:
     """A virtual environment with the wheels of a release and nothing of this clone: no compiler is on its PATH.
 
     Args:
-        folder: Where it is made; an existing one is replaced.
+        folder: The folder of the environment. An existing folder is replaced.
         run: Runs the commands.
         python: The interpreter.
     """
@@ -51,7 +51,7 @@ class Bare:
                 )
 
     def env(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the variables of a command in it."""
+        """Return the variables of a command in the environment."""
         kept = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
         return {**kept, "HOME": str(self.folder), "PATH": str(self.bin), "OMP_NUM_THREADS": "1", **(extra or {})}
 
@@ -63,8 +63,8 @@ class Bare:
         """Install wheels with their dependencies, in the versions of ``requirements/runtime.txt``.
 
         Args:
-            wheels: Those of a release.
-            borrow: The environment whose packages are the dependencies; None: they are installed.
+            wheels: The wheels of a release.
+            borrow: The environment whose packages are used as dependencies. None: the dependencies are installed.
         """
         pip = ("python", "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-compile")
         if borrow is not None:
@@ -84,7 +84,7 @@ class Bare:
         self.run("python", "-m", "pip", "check")
 
     def versions(self, version: str, revision: str) -> None:
-        """Check what its programs say that they are."""
+        """Check the versions that the programs of the environment report."""
         check_versions(self.run("persia", "--version"), version, revision)
         code = "import persia, persia_core; print(persia.__file__, persia_core.__file__, sep='\\n')"
         for file in self.run("python", "-c", code).split():
@@ -96,7 +96,7 @@ class Bare:
                 raise ReleaseError(f"{program} --version says {said.strip()!r}, expected {version}", AGAIN)
 
     def train(self) -> str:
-        """Train the demo in one process, and on servers if there is a nats-server. Returns what was done."""
+        """Train the demo in one process, and on servers if there is a nats-server. Return a description."""
         work = self.folder / "dlrm"
         shutil.copytree(EXAMPLE, work, ignore=shutil.ignore_patterns("runs", "__pycache__"))
         self.run("persia", "doctor", "--only", "versions", cwd=work)
@@ -122,7 +122,7 @@ def check_versions(said: str, version: str, revision: str) -> None:
     """Check the output of ``persia --version``.
 
     Raises:
-        ReleaseError: It is of another version, or was built from another commit.
+        ReleaseError: The program has another version, or was built from another commit.
     """
     lines = said.splitlines()
     if f"persia {version}" not in lines or not any(line.startswith(f"persia_core {version} from ") for line in lines):
@@ -179,16 +179,16 @@ def overlay(version: str, revision: str) -> str:
 
 
 def inspect(image: str, run: Run) -> dict[str, Any]:
-    """Return what Docker knows of an image."""
+    """Return the data of ``docker image inspect`` about an image."""
     found: list[dict[str, Any]] = json.loads(run(["docker", "image", "inspect", image]))
     return found[0]
 
 
 def check_image(name: str, image: str, version: str, revision: str, run: Run) -> None:
-    """Check the labels of an image, its bill of materials, and what its programs say that they are.
+    """Check the labels of an image, its bill of materials, and the versions that its programs report.
 
     Raises:
-        ReleaseError: Something is of another version.
+        ReleaseError: One of them has another version.
     """
     found = inspect(image, run)["Config"]["Labels"] or {}
     for label, expected in labels(version, revision).items():
@@ -254,7 +254,7 @@ FAR = 1e-6
 
 
 def check_serving(runtime: str, serving: str, run: Run) -> None:
-    """Make a bundle in one image, and serve it in another. The images have no network.
+    """Make a bundle in one image, and serve it in another one. The containers have no network.
 
     Raises:
         ReleaseError: The scores differ.
@@ -282,5 +282,5 @@ def packages_of(image: str, run: Run) -> tuple[str, str]:
 
 
 def find_python() -> str:
-    """Return the interpreter that made the environment of this process."""
+    """Return the interpreter from which the environment of this process was created."""
     return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")

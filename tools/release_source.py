@@ -1,7 +1,7 @@
 """The sources of a release: the places of the version, the changelog, the state of the clone.
 
-``release_source.py VERSION`` makes VERSION the next one: it writes it to every place, and gives it the section
-``Unreleased`` of the changelog.
+``release_source.py VERSION`` makes VERSION the next version: it writes VERSION to every place, and renames the section
+``Unreleased`` of the changelog to VERSION.
 """
 
 import datetime
@@ -38,7 +38,7 @@ UPGRADE = "tests/data/upgrade"
 
 
 class ReleaseError(Exception):
-    """A release that cannot be made: what is wrong, and the next command."""
+    """A release that cannot be made. The message has the problem and the next command."""
 
     def __init__(self, what: str, following: str) -> None:
         super().__init__(what)
@@ -76,7 +76,7 @@ def version(root: Path) -> str:
     """Return the version of the sources.
 
     Raises:
-        ReleaseError: Places disagree; all of them are named.
+        ReleaseError: The places have different versions. The message names all places.
     """
     found = list(places(root))
     own = next(each.version for each in found if each.file == WORKSPACE)
@@ -91,7 +91,7 @@ def section(root: Path, of: str) -> str:
     """Return the changes of a version, as the changelog lists them.
 
     Raises:
-        ReleaseError: There is no such section, it has no date or no line, or ``Unreleased`` is not empty.
+        ReleaseError: There is no such section, the section has no date or no line, or ``Unreleased`` is not empty.
     """
     text = (root / CHANGELOG).read_text()
     found = re.search(rf"^## {re.escape(of)} - (\S+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -160,10 +160,10 @@ def _problems_of(root: Path, own: str) -> Iterator[ReleaseError]:
 
 
 def set_version(root: Path, new: str, today: datetime.date) -> list[str]:
-    """Write a version to every place, and give it the section ``Unreleased``. Returns the names of the changed files.
+    """Write a version to every place, rename the section ``Unreleased``, and return the names of the changed files.
 
     Raises:
-        ReleaseError: It is not of the form 1.2.3, is lower than the current one, or there are no unreleased changes.
+        ReleaseError: The version is not of the form 1.2.3, is too low, or there are no unreleased changes.
     """
     if not FORM.fullmatch(new):
         raise ReleaseError(f"V={new}: expected a version such as 0.2.0", "make next-version V=0.2.0")

@@ -32,18 +32,19 @@ class CommandError(Exception):
 
 @dataclass
 class Release:
-    """What is made, and how.
+    """The description of a release.
 
     Attributes:
-        folder: Where files go.
-        version: Of the sources.
+        folder: The folder of the files.
+        version: The version of the sources.
         revision: The commit.
-        epoch: Its time in seconds, which is that of all files in archives.
-        sources: A hash of the sources. Steps are done for it.
-        tag: Of images.
+        epoch: The time of the commit in seconds. All files in archives have this time.
+        sources: A hash of the sources. A step is done for this hash.
+        tag: The tag of images.
         lto: The link-time optimization of the engine.
-        images: Whether images are part of it.
-        borrow: The environment whose packages the bare one uses as dependencies; None: they are installed.
+        images: Whether images are part of the release.
+        borrow: The environment whose packages the bare environment uses as dependencies. None: the dependencies are
+            installed.
         rehearsal: Whether the sources need not be those of a release.
         log: The output of the current step.
     """
@@ -63,7 +64,7 @@ class Release:
 
     @property
     def state(self) -> Path:
-        """The folder of logs and of what is done."""
+        """The folder of logs and of the records of completed steps."""
         return self.folder / ".release"
 
     def image(self, name: str) -> str:
@@ -78,7 +79,7 @@ class Release:
         """Run a command with its output in the log, and return its standard output.
 
         Raises:
-            CommandError: It is missing or failed; the error has the end of its output.
+            CommandError: The command is missing or failed. The error has the end of the output.
         """
         command = [str(word) for word in words]
         with self.log.open("ab") as log:
@@ -111,10 +112,10 @@ class Step:
     """A part of a release.
 
     Attributes:
-        name: Of its log and of the file that says that it is done.
-        what: It does this.
-        do: Does it; returns the files of the release that it made.
-        holds: Whether what it made outside the folder still exists.
+        name: The name of its log, and of the file that records that the step is done.
+        what: A description of the step.
+        do: Performs the step, and returns the files of the release that it made.
+        holds: Returns whether the results outside the folder still exist.
     """
 
     name: str
@@ -124,7 +125,7 @@ class Step:
 
 
 def build_environment(release: Release) -> dict[str, str]:
-    """Return the variables of builds: those that make them independent of this machine and of the time."""
+    """Return the variables that make builds independent of this machine and of the time."""
     cargo_home = Path(os.environ.get("CARGO_HOME") or Path.home() / ".cargo")
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "rust_core" / "target").resolve() / "wheels"
     flags = [f"--remap-path-prefix={path}={name}" for path, name in ((ROOT, "/persia"), (cargo_home, "/cargo"))]
@@ -143,7 +144,7 @@ def build_environment(release: Release) -> dict[str, str]:
 
 
 def build_wheels(release: Release) -> list[Path]:
-    """Build the compiled wheels against an old glibc, the pure one, and the source archives."""
+    """Build the compiled wheels against an old glibc, the pure wheel, and the source archives."""
     env = build_environment(release)
     out = str(release.folder)
     for pattern in ("*.whl", "*.tar.gz"):
@@ -188,7 +189,7 @@ def check_wheels(release: Release) -> list[Path]:
             rebuild(release, unpacked)
             continue
         (manifest,) = unpacked.glob(f"**/{Path(crate).name}/Cargo.toml")
-        # This command names a crate that is missing in the archive. The lock file may list crates that are not needed.
+        # This command names a crate that the archive lacks. The lock file may list crates that are not needed.
         words: list[str | Path] = [
             "cargo",
             "metadata",

@@ -1,11 +1,12 @@
 """Run the tests: ``make test``, ``make test-all``, ``.ci/run``.
 
-The steps run one after another; images are built while others run. A failing step does not end the run.
+The steps run one after another, but images are built while other steps run. A failing step does not end the run.
 A step writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt``
 has the 30 slowest tests. The last lines list every failing test with the end of its output.
 
 ``--resume`` continues an interrupted run: tests that passed on the same sources are not repeated. After ``make
-test``, ``make test-all`` with it runs only the remaining tests. ``--shard 2/4`` runs the second quarter of each suite.
+test``, ``make test-all`` with ``--resume`` runs only the remaining tests. ``--shard 2/4`` runs the second quarter of
+each suite.
 
 Only one run at a time uses a ``CARGO_TARGET_DIR``, because another clone that builds into it would replace the binaries
 under test.
@@ -43,7 +44,7 @@ class Step:
         name: Its name in the report.
         make: The target that runs it.
         suite: Whether it writes a JUnit file.
-        grows: Whether it does more in the long run.
+        grows: Whether the long run has more tests in this step.
         needs: The concurrent step that must end first.
         beside: Whether the next steps start while this one runs.
         nightly: Whether only the long run includes it.
@@ -143,7 +144,7 @@ class Run:
         tell(f"{step.name}: {how} after {minutes(seconds)}; {minutes(time.monotonic() - self.started)} since the start")
 
     def command(self, step: Step, passed: Path) -> int:
-        """Run a step's command; its output goes to the log, and to the terminal unless others run at the same time."""
+        """Run a step's command. Its output goes to the log, and to the terminal unless others run at the same time."""
         variables = dict(step.variables)
         if step.suite:
             variables |= {"JUNIT": str(JUNIT / f"{step.name}.xml"), "SHARD": self.shard, "PASSED": str(passed)}
@@ -189,7 +190,7 @@ class Run:
 
 
 def fingerprint() -> str:
-    """Return git's hash of the current sources; an empty string outside of a clone."""
+    """Return git's hash of the current sources, or an empty string outside a clone."""
     index = STATE / "index"
     STATE.mkdir(parents=True, exist_ok=True)
     index.unlink(missing_ok=True)
@@ -203,7 +204,7 @@ def fingerprint() -> str:
 
 
 def claim(target: Path) -> IO[bytes]:
-    """Acquire the lock of a target directory and return it; wait while another run holds it."""
+    """Acquire the lock of a target directory and return it. Wait while another run holds it."""
     target.mkdir(parents=True, exist_ok=True)
     lock = (target / ".test-run.lock").open("ab")
     try:
@@ -220,7 +221,7 @@ def minutes(seconds: float) -> str:
 
 
 def tell(line: str) -> None:
-    """Print a line of the run itself."""
+    """Print a line of this script."""
     sys.stdout.write(f"== {line}\n")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
 """The documentation comments of the compiled extension, by the names that Python sees.
 
-The stubs of ``persia_core`` have signatures without texts. Its texts are the comments in ``rust_core/core/src``, which
-pyo3 turns into docstrings. They are read from there, so that nothing has to be compiled.
+The stubs of ``persia_core`` have signatures without texts. The texts are the comments in ``rust_core/core/src``, which
+pyo3 turns into docstrings. This module reads the comments, so nothing has to be compiled.
 """
 
 import re
@@ -22,7 +22,7 @@ def read(folder: Path = SOURCES) -> dict[str, str]:
 
 
 def _of_file(lines: list[str]) -> Iterator[tuple[str, str]]:
-    names: dict[str, str] = {}  # of structs in Rust, in Python
+    names: dict[str, str] = {}  # the Python names of Rust structs
     text: list[str] = []
     attributes: list[str] = []
     scope = ""
@@ -56,6 +56,6 @@ def _of_file(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _restructured(lines: list[str]) -> str:
-    """Return a comment in Markdown as reStructuredText: only the marks of code differ."""
+    """Return a Markdown comment as reStructuredText. Only the marks of code differ."""
     text = re.sub(r"\[(`[^`]+`)\]", r"\1", "\n".join(lines))
     return re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", text)

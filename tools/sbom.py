@@ -1,10 +1,11 @@
-"""Print linked crates, Python packages with ``--python``, and Debian's, as a bill of materials (CycloneDX 1.5).
+"""Print crates, Python packages and Debian packages as a bill of materials (CycloneDX 1.5).
 
 Usage: tools/sbom.py [--crate PACKAGE[:FEATURES]]... [--python] [--add BILL.json] [--debian LIST]
     [--of TYPE:NAME@VERSION] [--file FILE]
 
-``--debian`` reads lines of package, version and architecture, with tabs between them. ``--of`` names what the bill is
-of, and ``--file`` its file, whose hash is then in the bill.
+``--crate`` adds the crates that are linked into a package, ``--python`` the Python packages of this environment.
+``--debian`` reads lines of package, version and architecture, separated by tabs. ``--of`` names the object that the
+bill describes, and ``--file`` the file of this object, whose hash is then in the bill.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def debian(lines: str) -> list[dict[str, Any]]:
 
 
 def subject(text: str, file: Path | None) -> dict[str, Any]:
-    """Return what a bill is of, from ``TYPE:NAME@VERSION``."""
+    """Return the object that a bill describes, from ``TYPE:NAME@VERSION``."""
     kind, _, named = text.partition(":")
     name, _, version = named.rpartition("@")
     found: dict[str, Any] = {"type": kind, "name": name, "version": version}
@@ -77,7 +78,7 @@ def subject(text: str, file: Path | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the bill; equal inputs give equal output."""
+    """Print the bill. Equal inputs give equal output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--crate", action="append", default=[])
     parser.add_argument("--python", action="store_true")

@@ -59,7 +59,7 @@ class Failure:
 
 
 def read(suites: Mapping[str, Path]) -> dict[str, list[Test]]:
-    """Return the tests of each suite; a suite without a readable file has none."""
+    """Return the tests of each suite. A suite without a readable file has none."""
     return {name: _tests(name, path) for name, path in suites.items()}
 
 
@@ -83,7 +83,7 @@ def _test(suite: str, case: ElementTree.Element) -> Test:
     failures = [child for child in case if child.tag in {"failure", "error"}]
     outcome = "failed" if failures else "skipped" if case.find("skipped") is not None else "passed"
     texts = [(child.text or "").strip() or child.get("message", "") for child in failures]
-    if not any("\n" in text for text in texts):  # nextest gives one line; the panic is in the test's output
+    if not any("\n" in text for text in texts):  # nextest reports one line; the panic message is in the test's output
         texts += [(child.text or "").strip() for child in case if child.tag in {"system-out", "system-err"}]
     output = _BACKTRACE.sub("", _COLOURS.sub("", "\n".join(filter(None, texts))))
     return Test(suite, name, float(case.get("time", 0)), outcome, output)
@@ -107,7 +107,7 @@ def failures(
     Args:
         results: The tests of each suite.
         codes: The exit code of each finished step.
-        logs: The output of each step; its keys are the steps that should have run.
+        logs: The output of each step. Its keys are the steps that should have run.
         resumed: The number of tests of each suite that passed before the run was resumed.
     """
     failed = [test for tests in results.values() for test in tests if test.outcome == "failed"]

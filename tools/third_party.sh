@@ -11,7 +11,7 @@ cargo build --profile "$profile" --locked --package persia-core --features "$fea
 
 built=${CARGO_TARGET_DIR:-target}/$profile
 [ "$profile" != dev ] || built=${CARGO_TARGET_DIR:-target}/debug
-# The file is copied next to the target and renamed, so that a running process keeps its file.
+# The file is copied next to the target and then renamed. A running process therefore keeps its file.
 put() {
     cp "$built/$1" "$out/.$2"
     mv "$out/.$2" "$out/$2"

@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
 
 
 def read(name: str) -> pa.Table:
-    """Read a file. Its numbers are whole, so that as integers they can be ids."""
+    """Read a file. Its numbers are integers, so they can be ids."""
     table = pq.read_table(DATA / name).drop_columns("instance_weight")
     return table.cast(
         pa.schema([(f.name, pa.int64() if pa.types.is_floating(f.type) else f.type) for f in table.schema])
@@ -47,7 +47,7 @@ def label(samples: Samples) -> torch.Tensor:
 
 
 def auc(model: Model, samples: Samples) -> float:
-    """Evaluate; nothing changes, and ids without a row are zeros."""
+    """Evaluate. No row changes, and ids without a row have zero vectors."""
     model.eval()
     with torch.no_grad():
         parts = [samples.slice(at, min(at + 4096, len(samples))) for at in range(0, len(samples), 4096)]

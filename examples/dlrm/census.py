@@ -28,8 +28,8 @@ DATA = Path(__file__).parent / "data"
 VALIDATION_SHARE = 0.05
 """The share of the training file for validation; every choice of the recipe was made on such a part."""
 
-# Options of train.py, data_compose.py and plain.py. Those of train.py and data_compose.py have to agree. The variables
-# set them for all.
+# Options of train.py, data_compose.py and plain.py. The options of train.py and data_compose.py must agree. Environment
+# variables set an option for all scripts.
 Seed = Annotated[
     int, typer.Option(min=0, envvar="DLRM_SEED", help="Seed of dense weights, new rows and the order of samples.")
 ]
@@ -62,12 +62,12 @@ CATEGORICAL = (
 
 
 def _quarter_powers(amounts: Floats) -> Floats:
-    """Bucket dollars on a log scale, four buckets to each factor of e; 0 keeps its own."""
+    """Bucket dollars on a log scale, four buckets to each factor of e. The value 0 has a separate bucket."""
     buckets: Floats = np.ceil(4 * np.log1p(amounts))
     return buckets
 
 
-# A number is also an id: one slot for its exact value, and a coarser one if most values are rare.
+# A number is also an id of a slot for its exact value, and of a coarser slot if most values are rare.
 BUCKETS: Mapping[str, Callable[[Floats], Floats]] = MappingProxyType(
     {
         "age": lambda years: years // 5,
@@ -104,7 +104,7 @@ class Samples:
         return Samples(self.dense[rows], self.ids[:, rows], self.labels[rows])
 
     def split(self, share: float, seed: int = 0) -> tuple["Samples", "Samples"]:
-        """Split off ``share`` of the samples, drawn by ``seed``; return the remaining samples and these."""
+        """Split off ``share`` of the samples, drawn by ``seed``. Return the remaining samples and the drawn ones."""
         order = np.random.default_rng(seed).permutation(len(self))
         apart = round(share * len(self))
         return self.take(np.sort(order[apart:])), self.take(np.sort(order[:apart]))
@@ -123,7 +123,7 @@ def read(path: Path) -> Samples:
 
     Raises:
         StorageError: The file is missing, or the operating system refuses to read it.
-        DataError: It is truncated, damaged, or has other columns; the message names file and column.
+        DataError: It is truncated, damaged, or has other columns. The message names file and column.
     """
     try:
         with path.open("rb") as file:
@@ -186,7 +186,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _ids(slot: str, values: pa.Array | pa.ChunkedArray) -> Ids:
-    """Return a 64-bit id for each value; each distinct value is hashed once."""
+    """Return a 64-bit id for each value. Each distinct value is hashed once."""
     encoded = pc.dictionary_encode(values)
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
@@ -203,7 +203,7 @@ def _hash(text: str) -> int:
 class Batches(IterableDataset):
     """Batches of some samples, for one pass of one or more epochs.
 
-    The order of an epoch is a function of seed and epoch alone, and the position is one number, so that a resumed run
+    The order of an epoch depends on seed and epoch alone, and the position is one number. A resumed run therefore
     continues exactly after its checkpoint.
 
     Args:
@@ -230,7 +230,7 @@ class Batches(IterableDataset):
         return -(-len(self.samples) // self.batch_size)
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        """Yield the batches of one pass, or of its rest after :meth:`load_state_dict`."""
+        """Yield the batches of one pass, or the remaining ones after :meth:`load_state_dict`."""
         start, self._start = self._start, 0
         order = self._order(start // self._per_epoch)
         for number in range(start, len(self)):

@@ -1,4 +1,4 @@
-"""Send the training batches to the trainers of a job; train.py reads them. Options: the same as train.py's."""
+"""Send the training batches to the trainers of a job. Train.py reads them. Options: the same as train.py's."""
 
 import sys
 
@@ -19,7 +19,7 @@ def main(
     batch_size: census.BatchSize = census.BATCH_SIZE,
     data: census.Data = census.DATA,
 ) -> None:
-    """Send the samples of every epoch, in the order of the embedded mode; each rank gets its share of every batch."""
+    """Send the samples of every epoch in the order of the embedded mode. Each rank gets its share of every batch."""
     train, _ = census.training_data(data)
     with DataCtx() as ctx:
         batches = census.Batches(train, batch_size, epochs, seed)

@@ -1,7 +1,7 @@
 """Train the DLRM of train.py with torch alone: embeddings are torch.nn.Embedding, and Persia trains nothing.
 
-The first step of the debugging ladder: where this script reaches another AUC than train.py, the fault is not in the
-model or in the data. Options: python examples/dlrm/plain.py --help.
+This is the first step of the debugging ladder: if this script reaches another AUC than train.py, the fault is not in
+the model or in the data. Options: python examples/dlrm/plain.py --help.
 """
 
 import sys
@@ -26,7 +26,7 @@ class PlainDLRM(torch.nn.Module):
     """A DLRM with its tables.
 
     Args:
-        known: The ids of training of each slot, sorted.
+        known: The sorted training ids of each slot.
     """
 
     def __init__(self, known: list[census.Ids]) -> None:
@@ -38,7 +38,7 @@ class PlainDLRM(torch.nn.Module):
         for table in self.tables:
             torch.nn.init.uniform_(table.weight, -0.05, 0.05)  # type: ignore[arg-type]
             with torch.no_grad():
-                table.weight[0] = 0  # type: ignore[operator]  # of ids that training has not seen
+                table.weight[0] = 0  # type: ignore[operator]  # the row of ids that did not occur in training
         self.model = DLRM(len(census.DENSE), len(known), EMBEDDING_DIM, [64, EMBEDDING_DIM], [256, 64, 1])
 
     def forward(self, samples: census.Samples) -> torch.Tensor:
@@ -52,7 +52,7 @@ class PlainDLRM(torch.nn.Module):
 
     @staticmethod
     def _places(ids: census.Ids, known: census.Ids) -> torch.Tensor:
-        """Return the row of each id: 0 for an unknown one."""
+        """Return the row index of each id, 0 for an unknown id."""
         places = np.searchsorted(known, ids).clip(max=len(known) - 1)
         return torch.from_numpy(np.where(known[places] == ids, places + 1, 0))
 

@@ -41,9 +41,8 @@ class Quality:
 class Run:
     """One training run and its output folder; a context manager around the training.
 
-    ``summary.json`` exists from the start. Its ``status`` is ``running``, and ``finished`` only after
-    :meth:`finish`; leaving the block earlier makes it ``failed``, or ``interrupted`` after Ctrl-C or
-    SIGTERM.
+    ``summary.json`` exists from the start, with the ``status`` ``running``. After :meth:`finish`, the status is
+    ``finished``. If the block ends earlier, it is ``failed``, or ``interrupted`` after Ctrl-C or SIGTERM.
 
     Args:
         out: The folder in which the run's folder is created.
@@ -86,7 +85,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Record how it ended."""
+        """Record how the training ended."""
         if not self._finished:
             self._progress.stop()
             interrupted = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
@@ -144,7 +143,7 @@ class Run:
         }
 
     def _write(self, status: str) -> Path:
-        """Replace the summary atomically, so that no reader finds an incomplete one."""
+        """Replace the summary atomically. No reader finds an incomplete file."""
         path = self.folder / "summary.json"
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:

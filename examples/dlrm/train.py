@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality:
-    """Evaluate the model on a data set. Nothing is trained; ids that did not occur in training have zero vectors."""
+    """Evaluate the model on a data set. Nothing is trained. Ids that did not occur in training have zero vectors."""
     logits, labels = [], []
     with eval_ctx(model=model) as ctx:
         for batch in DataLoader(dataset):

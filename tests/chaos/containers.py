@@ -1,7 +1,7 @@
 """A ledger run on the compose stack: the container engine restarts killed processes.
 
-Needs root on the engine's host: processes are killed from outside their containers, because an engine does not restart
-a container that it was asked to kill.
+This module needs root on the engine's host. Processes are killed from outside their containers, because an engine does
+not restart a container that it was asked to kill.
 """
 
 import json
@@ -66,7 +66,7 @@ class Containers(Run):
     """A ledger run of two servers, two middlewares, a data-compose and two trainers of one rank each.
 
     Args:
-        plan: What ``ledger_train.py`` gets.
+        plan: The plan for ``ledger_train.py``.
     """
 
     tick = 0.5
@@ -84,7 +84,7 @@ class Containers(Run):
         (self._workspace / "config" / "global_config.yml").write_text(
             "embedding_parameter_server_config: {capacity: 100000}\n"
         )
-        for path in (self._workspace, *self._workspace.rglob("*")):  # a container's user is not this one
+        for path in (self._workspace, *self._workspace.rglob("*")):  # containers have another user
             path.chmod(0o777 if path.is_dir() else 0o666)
         train = ["ledger_train.py", "/workspace", json.dumps(self.plan)]
         data = ["ledger_data.py", json.dumps({"count": self.plan["steps"] * RANKS})]
@@ -105,7 +105,7 @@ class Containers(Run):
         self._events: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        """Start everything; images that are missing are built."""
+        """Build missing images, and start all containers."""
         form = '{{index .Actor.Attributes "com.docker.compose.service"}} {{.Actor.Attributes.exitCode}}'
         wanted = ["--filter", f"label=com.docker.compose.project={self._project.name}", "--filter", "event=die"]
         with self._ends.open("wb") as out:
@@ -131,7 +131,7 @@ class Containers(Run):
         )
 
     def look_after(self) -> None:
-        """Record the steps that were done; fail if a container ended in a way that is not allowed."""
+        """Record the steps that were done. Fail if a container ended in a way that is not allowed."""
         for log in self._logs:
             self.saw(log.new_lines())
         for line in self._ends.read_text().splitlines():
@@ -141,7 +141,7 @@ class Containers(Run):
 
     @property
     def checkpoints(self) -> Path:
-        """The folder in which servers and trainers store them."""
+        """The folder in which servers and trainers store checkpoints."""
         volume = f"{self._project.name}_checkpoints"
         return Path(docker("volume", "inspect", "--format", "{{.Mountpoint}}", volume).stdout.strip())
 
@@ -151,12 +151,12 @@ class Containers(Run):
         return self._workspace / "ledger.json"
 
     def kill(self, name: str) -> None:
-        """SIGKILL all processes of a container, as soon as it runs; the engine restarts it."""
+        """Send SIGKILL to all processes of a container as soon as it runs. The engine restarts the container."""
         name = "nats-0" if name == "nats" else name
 
         def struck() -> bool:
             pid = int(self._inspect(name, "{{.State.Pid}}"))
-            with suppress(ProcessLookupError):  # it has just ended on its own, because another part is missing
+            with suppress(ProcessLookupError):  # the process has just ended on its own, because another part is missing
                 if pid:
                     os.kill(pid, signal.SIGKILL)
                     return True
@@ -166,20 +166,20 @@ class Containers(Run):
         self.note_fault()
 
     def exhaust_memory(self, name: str) -> None:
-        """Limit the memory of a container, and fill it until the system has killed the largest process."""
+        """Limit the memory of a container, and fill the memory until the system has killed the largest process."""
         started = self._inspect(name, "{{.State.StartedAt}}")
         self.note_fault()
         docker("update", "--memory", _LITTLE, "--memory-swap", _LITTLE, self._ids[name])
         fill = ["sh", "-c", "head -c 64M /dev/zero >/tmp/filler"]
 
         def killed() -> bool:
-            docker("exec", self._ids[name], *fill, check=False)  # this process may be the one that is killed
+            docker("exec", self._ids[name], *fill, check=False)  # the system may kill this process
             return self._inspect(name, "{{.State.StartedAt}}") != started
 
         self.wait(f"{name} to be killed", killed, self.patience)
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL the container of a rank."""
+        """Send SIGKILL to the processes in the container of a rank."""
         self.kill(f"trainer-{rank}")
 
     def logs(self) -> str:
@@ -187,7 +187,7 @@ class Containers(Run):
         return "\n".join(line for line in self._project.logs().splitlines() if not STEP.search(line))
 
     def close(self) -> None:
-        """End everything, and remove it."""
+        """End and remove all containers, networks and volumes."""
         self._project.remove()
         if self._events is not None:
             self._events.terminate()

@@ -1,7 +1,7 @@
-"""The faults by name: each does one thing to a running ledger job, at a step that a seed chooses.
+"""The faults by name. Each fault disturbs a running ledger job at a step that a seed chooses.
 
 ``run("F3", 7, new_stack)`` starts a job, injects the fault, waits for the job's end and returns the result of the
-ledger. The seed determines the steps and the victims; timing determines the point within a step.
+ledger. The seed determines the steps and the victims. Timing determines the point within a step.
 """
 
 import errno
@@ -72,12 +72,12 @@ class Fault:
     Attributes:
         what: Its description in the table.
         inject: The function that injects it.
-        goes_on: Whether training must continue: the trainers are not restarted, and the generation is the first one.
+        goes_on: Whether training must continue. If so, trainers do not restart, and the generation stays the first.
         plan: Entries of the ledger's plan in addition to :data:`PLAN`.
         job: The arguments of :class:`supervisor.Job`.
-        stack: The arguments of its :class:`stack.Stack`.
-        containers: The job is the compose stack: :class:`containers.Containers`.
-        needs: The requirement for this machine, one of :data:`NEEDS`.
+        stack: The arguments of the job's :class:`stack.Stack`.
+        containers: Whether the job is the compose stack: :class:`containers.Containers`.
+        needs: A requirement for this machine, one of :data:`NEEDS`.
     """
 
     what: str
@@ -119,7 +119,7 @@ def servers(job: Job, rng: random.Random) -> None:
 
 
 def middleware_in_save(job: Job, rng: random.Random) -> None:
-    """Kill the middleware through which rank 0 saves; several times, as the save may have ended before."""
+    """Kill the middleware through which rank 0 saves, several times, because a save may end before a kill."""
     some_step(job, rng)
     for number in range(5):
         a_save(job)
@@ -135,7 +135,7 @@ def middleware(job: Job, rng: random.Random) -> None:
 
 
 def no_middleware(job: Job, rng: random.Random) -> None:
-    """No middleware runs for longer than a request may take."""
+    """Stop all middlewares for longer than a request may take."""
     some_step(job, rng)
     both = ("middleware-0", "middleware-1")
     for name in both:
@@ -147,7 +147,7 @@ def no_middleware(job: Job, rng: random.Random) -> None:
 
 
 def nats(job: Job, rng: random.Random) -> None:
-    """NATS stores nothing on disk, so that it knows no other process after a restart."""
+    """Restart NATS, which stores nothing on disk and therefore forgets all processes."""
     some_step(job, rng)
     job.take_away("nats")
     further(job, 150)
@@ -156,7 +156,7 @@ def nats(job: Job, rng: random.Random) -> None:
 
 
 def messages(job: Job, rng: random.Random) -> None:
-    """Parts end and start while a fifth of NATS's messages is lost, a fifth is doubled and a fifth is late."""
+    """Restart parts while a fifth of NATS's messages is lost, a fifth is sent twice and a fifth is late."""
     link = job.nats_link
     assert link is not None
     some_step(job, rng)
@@ -174,7 +174,7 @@ def rank(job: Job, rng: random.Random) -> None:
 
 
 def hang(job: Job, rng: random.Random) -> None:
-    """A rank and its launcher are stopped, as on a frozen host; another process takes its place; then they resume."""
+    """Suspend a rank and its launcher, as on a frozen host, start another process in its place, and resume them."""
     some_step(job, rng)
     process = job.rank(1)
     job.note_fault()
@@ -196,9 +196,9 @@ def data(job: Job, rng: random.Random) -> None:
 
 
 def partition(job: Job, rng: random.Random) -> None:
-    """Messages to or from a middleware or a server are delayed for longer than one attempt may take.
+    """Delay messages to or from a middleware or a server for longer than one attempt may take.
 
-    The delayed messages arrive after they were sent again.
+    The delayed messages arrive after their senders have sent them again.
     """
     for name in (f"middleware-{rng.randrange(2)}", f"server-{rng.randrange(2)}"):
         further(job, rng.randrange(30, 120))
@@ -244,7 +244,7 @@ def kills(job: Run, rng: random.Random) -> list[Callable[[], None]]:
 
 
 def poison(job: Job, rng: random.Random) -> None:
-    """Training always fails at one batch of one rank, which the plan names."""
+    """Let training always fail at one batch of one rank. The plan names the batch."""
     del rng
     step, rank = job.plan["poison"] // RANKS + 1, job.plan["poison"] % RANKS
     for times in ("1st", "2nd", "3rd"):
@@ -270,7 +270,7 @@ def everything(job: Job, rng: random.Random) -> None:
 
 
 def storm(job: Run, rng: random.Random) -> None:
-    """SIGKILL random parts, at mean intervals of three times the longest pause so far, including the start."""
+    """Kill random parts at mean intervals of three times the longest pause so far, which includes the start."""
     until = time.monotonic() + job.plan["storm_s"]
     victims = kills(job, rng)
     job.reach(1)
@@ -336,7 +336,7 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
         seconds: The duration of a storm.
 
     Returns:
-        The result, and its problem: None if there is none.
+        The result, and its problem, which is None if there is no problem.
     """
     fault = FAULTS[name]
     plan = {**PLAN, **fault.plan}
@@ -396,7 +396,7 @@ def check(job: Run, fault: Fault, ledger: Ledger) -> None:
 
 
 def compare_bits(job: Run, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:
-    """Compare the last checkpoint with an undisturbed run's; return the rows, those that differ, and the problem."""
+    """Compare the last checkpoint with an undisturbed run's. Return the rows, those that differ, and the problem."""
     twin = new_job(fault, plan, new_stack)
     try:
         twin.start().finish()

@@ -18,7 +18,7 @@ SLOTS = {"one": 300, "many": 200}
 
 
 def ids(number: int) -> tuple[npt.NDArray[np.uint64], list[npt.NDArray[np.uint64]]]:
-    """Return the ids of batch ``number``: one per sample, and up to four per sample, some twice."""
+    """Return the ids of batch ``number``: one per sample, and up to four per sample, some of them twice."""
     rng = np.random.default_rng([3, number])
     one = rng.integers(0, SLOTS["one"], SAMPLES, dtype=np.uint64)
     many = [rng.integers(0, SLOTS["many"], rng.integers(0, 5), dtype=np.uint64) for _ in range(SAMPLES)]
@@ -32,7 +32,7 @@ POISON = b"poison"
 def batches(count: int, twice: int | None = None, poison: int | None = None) -> Iterator[PersiaBatch]:
     """Yield the batches of a run.
 
-    Batch ``twice`` also replaces the batch after it, which the ledger must detect; training fails at ``poison``.
+    Batch ``twice`` also replaces the batch after it, which the ledger must detect. Training fails at batch ``poison``.
     """
     dense, label = np.zeros((SAMPLES, 1), np.float32), np.zeros((SAMPLES, 1), np.float32)
     for number in range(count):
@@ -46,7 +46,7 @@ def batches(count: int, twice: int | None = None, poison: int | None = None) -> 
 
 
 def expected(count: int, without: Collection[int] = ()) -> dict[str, npt.NDArray[np.int64]]:
-    """Return how often each id of each slot occurs in the first ``count`` batches, ``without`` some of them."""
+    """Return how often each id of each slot occurs in the first ``count`` batches, except those in ``without``."""
     counts = {slot: np.zeros(size, np.int64) for slot, size in SLOTS.items()}
     for number in sorted(set(range(count)).difference(without)):
         one, many = ids(number)
@@ -56,7 +56,7 @@ def expected(count: int, without: Collection[int] = ()) -> dict[str, npt.NDArray
 
 
 class Sum(torch.nn.Module):
-    """Adds all embeddings up; its one weight counts the steps."""
+    """Adds all embeddings up. Its one weight counts the steps."""
 
     def __init__(self) -> None:
         super().__init__()

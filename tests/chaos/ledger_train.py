@@ -1,19 +1,19 @@
 """One rank of a ledger run: every occurrence of an id in the data takes exactly 1 from its row.
 
-SGD with rate 1, rows that begin at zero, a loss that is the sum of all rows, gradients of ranks added up: regardless of
-the faults, ``row == -occurrences`` of the id at the end. A lost update makes it too high, a doubled one too low. Rank 0
-compares all rows and writes ``ledger.json`` into the given folder; JSON in the second argument changes the run.
+The run uses SGD with rate 1, rows that begin at zero, and a loss that is the sum of all rows. Gradients of ranks are
+added up. Regardless of the faults, ``row == -occurrences`` of the id at the end. A lost update makes the row too high,
+a repeated update too low. Rank 0 compares all rows and writes ``ledger.json`` into the given folder. JSON in the second
+argument changes the run.
 
-With ``bits``, every bit of the result depends on the order of events: random rows, Adam, a loss that is not linear. Its
-rows are not compared here.
+With ``bits``, every bit of the result depends on the order of events: the run uses random rows, Adam and a nonlinear
+loss. This script does not compare the rows of such a run.
 
-With ``evaluate`` the ranks that it names evaluate forever: after a step, ``in`` its body or ``behind`` the loop, which
-all ranks leave there, or ``before`` it.
+With ``evaluate``, the given ranks evaluate forever at a step: ``in`` the body of the loop, ``before`` the loop, or
+``behind`` the loop, which all ranks then leave at this step.
 
-With ``pause``, the ranks wait behind that loop until the file ``until`` exists; rank 0 makes the file ``reached``.
+With ``pause``, the ranks wait after that loop until the file ``until`` exists. Rank 0 creates the file ``reached``.
 
-With ``poison``, the number of a batch, training always fails at that batch. In the end its step is skipped, on all
-ranks.
+With ``poison``, the number of a batch, training always fails at that batch. In the end, all ranks skip its step.
 """
 
 import itertools
@@ -61,7 +61,7 @@ class Endless(IterableDataset):
 
 
 def evaluate(where: str, step: int) -> bool:
-    """Evaluate on this rank, if the plan says so; return whether the plan has an evaluation on any rank."""
+    """Evaluate on this rank, if the plan says so. Return whether the plan has an evaluation on any rank."""
     plan = PLAN["evaluate"]
     if (where, step) != (plan["where"], plan["step"]):
         return False
@@ -95,7 +95,7 @@ def train(ctx: TrainCtx, loader: DataLoader) -> None:
 
 
 def compare(ctx: TrainCtx) -> tuple[int, list[str]]:
-    """Compare every row with the data; return the number of rows, and the problem."""
+    """Compare every row with the data. Return the number of rows, and the problem."""
     wrong, checked = [], 0
     ranks, poison = env.get_world_size(), PLAN["poison"]
     left_out = [] if poison is None else [poison // ranks * ranks + rank for rank in range(ranks)]
@@ -145,7 +145,7 @@ def main() -> None:
             raise SystemExit(75)
         if env.get_rank() == 0:
             write(ctx, checkpoints.skipped, *((0, []) if bits else compare(ctx)))
-        distributed.agree(True)  # no rank leaves before
+        distributed.agree(True)  # no rank ends earlier
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A TCP proxy between two parts of a job, which a fault can slow down, block or reset, and one that parses NATS."""
+"""A TCP proxy between two parts of a job, which a fault can slow down, block or reset, and a proxy of NATS."""
 
 import contextlib
 import queue
@@ -43,7 +43,7 @@ class Link:
         threading.Thread(target=self._accept, name=f"link {near[1]}", daemon=True).start()
 
     def hold(self, *ways: Way) -> None:
-        """Silently forward nothing in these directions until :meth:`heal`."""
+        """Forward nothing in these directions until :meth:`heal`, without closing connections."""
         with self._changed:
             self._held |= set(ways)
 
@@ -57,9 +57,9 @@ class Link:
         """End every current connection by RST."""
         with self._changed:
             for each in self._open:
-                with contextlib.suppress(OSError):  # it has ended on its own
+                with contextlib.suppress(OSError):  # the connection has ended on its own
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    each.shutdown(socket.SHUT_RD)  # wakes its reader, which would keep it open, and sends no FIN
+                    each.shutdown(socket.SHUT_RD)  # wakes the reader, which keeps the connection open; no FIN
                 each.close()
             self._open.clear()
 
@@ -126,7 +126,7 @@ class Link:
                 try:
                     sink.sendall(data)
                 except OSError:
-                    gone = True  # the remaining data is read and dropped, so that the reader does not wait for space
+                    gone = True  # the remaining data is read and dropped, because the sender may wait for space
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
@@ -147,7 +147,7 @@ class NatsLink(Link):
         super().__init__(near, far)
 
     def disturb(self, share: float, seed: int) -> None:
-        """Apply each of the three faults to this share of the messages from now on; the seed selects the messages."""
+        """Apply each of the three faults to this share of the messages from now on. The seed selects the messages."""
         self._random = random.Random(seed)
         self._share = share
 

@@ -1,7 +1,7 @@
 """The table of faults and phases, and the case that a seed selects from one of its cells.
 
-Each seed names one case: its cell, the moment in the phase, the victim, how long the fault lasts, the data, the policy
-of the tables, and the kind of job. ``SEEDS=1-N`` with N cells has each cell once.
+Each seed determines one case: its cell, the moment in the phase, the victim, the duration of the fault, the data, the
+policy of the tables, and the kind of job. ``SEEDS=1-N`` with N cells has each cell once.
 """
 
 import random
@@ -67,14 +67,14 @@ class Case:
         seed: The seed.
         fault: Key of :data:`FAULTS`.
         phase: One of :data:`PHASES`.
-        gate: Where the fault begins: phase, moment, step and rank. With ``hold`` the rank waits there, so that the
-            fault hits this moment; without, it hits a loop in full run, some steps later.
-        during: The gate opens when the fault has begun. If not, it opens when the fault is over.
-        length: Seconds the fault lasts.
+        gate: The point at which the fault begins: phase, moment, step and rank. With ``hold``, the rank waits at the
+            gate, so the fault hits this moment. Without ``hold``, the fault hits a running loop some steps later.
+        during: Whether the gate opens when the fault has begun. Otherwise, it opens when the fault has ended.
+        length: The duration of the fault in seconds.
         amount: The delay of a message or of a sync in seconds.
-        victim: Which of equal parts.
+        victim: The index of the victim among equivalent parts.
         also: A part that is killed with its disk.
-        log: The log of the servers: None, or when it is synced.
+        log: When the log of the servers is synced; None means that there is no log.
         plan: The plan for ``phase_train.py``.
         data: The data that is trained on.
     """
@@ -104,14 +104,14 @@ class Case:
 
     @cached_property
     def rank(self) -> int | None:
-        """The rank that is the target, or is on the same machine."""
+        """The rank that is the target, or is on the machine of the target."""
         if self.target in {"rank", "rank 0"}:
             return int(self.target == "rank")
         return int(self.also.removeprefix("rank-")) if self.also.startswith("rank") else None
 
     @cached_property
     def part(self) -> str:
-        """The name of the part that is the target, or is on the same machine; empty if there is none."""
+        """The name of the part that is the target, or is on the machine of the target; empty if there is none."""
         names = {
             "server": f"server-{self.victim}",
             "middleware": "middleware-0",
@@ -219,7 +219,7 @@ def _step(rng: random.Random, phase: str, steps: int, every: int) -> int | None:
 
 
 def _length(rng: random.Random, kind: str) -> float:
-    """Return how long a fault lasts. One in four is longer than the other parts wait."""
+    """Return the duration of a fault. One fault in four lasts longer than the other parts wait."""
     if kind in {"kill", "lost"}:
         return 0.0
     if kind == "duplicate":
@@ -240,7 +240,7 @@ def _also(rng: random.Random, kind: str, target: str, victim: int) -> str:
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Return each cell of fault and phase with what is done in it: ``seed``s, or the reason why nothing is."""
+    """Return each cell of fault and phase with its seeds, or with the reason why it has no case."""
     first = {cell_of(seed): seed for seed in range(len(CELLS), 0, -1)}
     return [
         (fault, phase, ELSEWHERE.get(phase) or f"seed {first[fault, phase]} and every {len(CELLS)}th after it")

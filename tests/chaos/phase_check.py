@@ -1,7 +1,6 @@
 """The verification of a run of :mod:`phase_train`: rows, admission counts, recency, generations, and values read.
 
-At the end either all values are exact, or the run has reported that it stopped. The comparison is with
-:mod:`phase_simulation`.
+At the end, either all values equal those of :mod:`phase_simulation`, or the run has reported that it stopped.
 """
 
 import json
@@ -47,7 +46,7 @@ def _step(save: Path) -> int:
 
 
 def _missing(job: PhaseJob, data: Data, saves: list[Path]) -> Iterator[str]:
-    """Return the files that a finished run must have left, and has not."""
+    """Return the files that a finished run must have, but that are missing."""
     last = job.plan["steps"]
     if not any(_step(save) == last for save in saves) and not job.lost("checkpoints"):
         yield f"the trainers ended with 0 without a checkpoint of step {last}"

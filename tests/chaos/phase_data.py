@@ -1,6 +1,6 @@
-"""The data of a run of :mod:`phase_train`. As a script, it is the data-compose that sends it.
+"""The data of a run of :mod:`phase_train`. As a script, this module is the data-compose that sends the data.
 
-A batch depends on its number only. Its ids drift, so that rows are admitted, evicted and expire in every run.
+A batch depends only on its number. Its ids change over time, so rows are admitted, evicted and expire in every run.
 """
 
 import json
@@ -34,12 +34,12 @@ class Data:
     Attributes:
         seed: The seed of the ids.
         steps: The number of steps of the run.
-        ordered: Pushes come in the order of steps and ranks: the run is reproducible. If not, each batch has an id at
-            most once, and no row leaves, so that the result does not depend on the order.
+        ordered: Whether pushes arrive in the order of steps and ranks, in a reproducible run. Otherwise, each batch has
+            an id at most once, and no row is removed, so the result does not depend on the order.
         budget: The capacity of a virtual shard in rows.
-        min_counts: Pushes until an id has a row, by table.
-        ttls: Steps until a row expires, by table; 0 is never.
-        ranks: How many ranks train on it; rank ``r`` has batch ``(step - 1) * ranks + r``.
+        min_counts: The number of pushes until an id has a row, by table.
+        ttls: The number of steps until a row expires, by table; 0 means never.
+        ranks: The number of ranks that train on the data; rank ``r`` has batch ``(step - 1) * ranks + r``.
         twice: A batch that is also sent in place of the one after it, which the verification must detect.
     """
 

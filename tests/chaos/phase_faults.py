@@ -1,4 +1,4 @@
-"""The faults of the generated test: each is a function that begins the fault and returns a function to end it.
+"""The faults of the generated test. Each fault is a function that begins it and returns a function that ends it.
 
 A fault has a kind and a target, such as ``kill`` and ``server``. The seed selects one of several equivalent targets,
 and the duration of a fault.
@@ -28,11 +28,11 @@ _SHARE = 0.3
 
 
 def nothing() -> None:
-    """End a fault that has no end, because the supervisor restarts what was killed."""
+    """Do nothing: the supervisor restarts killed parts, so the fault needs no end."""
 
 
 def kill(job: PhaseJob, case: "Case") -> End:
-    """SIGKILL. The part is restarted immediately."""
+    """Kill a part by SIGKILL. The supervisor restarts the part immediately."""
     job.note_fault()
     if case.rank is not None:
         job.rank(case.rank).kill()
@@ -42,7 +42,7 @@ def kill(job: PhaseJob, case: "Case") -> End:
 
 
 def freeze(job: PhaseJob, case: "Case") -> End:
-    """SIGSTOP to a part and its children; SIGCONT at the end."""
+    """Send SIGSTOP to a part and its children, and SIGCONT at the end."""
     job.note_fault()
     if case.rank is not None:
         frozen = [job.rank(case.rank)]
@@ -54,7 +54,7 @@ def freeze(job: PhaseJob, case: "Case") -> End:
 
     def thaw() -> None:
         for process in frozen:
-            with suppress(psutil.NoSuchProcess):  # its launcher killed it in the meantime
+            with suppress(psutil.NoSuchProcess):  # the launcher killed the process in the meantime
                 process.resume()
 
     return thaw
@@ -68,7 +68,7 @@ def _links(job: PhaseJob, case: "Case") -> list[Link]:
 
 
 def cut(job: PhaseJob, case: "Case") -> End:
-    """Reset every connection; new ones are blocked until the end."""
+    """Reset every connection, and block new connections until the end."""
     job.note_fault()
     links = _links(job, case)
     for link in links:
@@ -84,7 +84,7 @@ def cut(job: PhaseJob, case: "Case") -> End:
 
 
 def delay(job: PhaseJob, case: "Case") -> End:
-    """Each message is late, in both directions; if the target is a rank, only its messages."""
+    """Delay each message in both directions. If the target is a rank, delay only its messages."""
     job.note_fault()
     links = _links(job, case)
     for link in links:
@@ -99,7 +99,7 @@ def delay(job: PhaseJob, case: "Case") -> End:
 
 
 def duplicate(job: PhaseJob, case: "Case") -> End:
-    """Requests arrive twice, because their answers come after the sender has given up. NATS's messages arrive twice."""
+    """Delay responses beyond the sender's time-out, so requests arrive twice. Also deliver NATS's messages twice."""
     job.note_fault()
     if case.target == "NATS":
         assert job.nats_link is not None
@@ -111,7 +111,7 @@ def duplicate(job: PhaseJob, case: "Case") -> End:
 
 
 def full(job: PhaseJob, case: "Case") -> End:
-    """No byte can be written to the disk."""
+    """Fill the disk, so no byte can be written."""
     job.note_fault()
     filler = case.folder(job) / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -126,7 +126,7 @@ def full(job: PhaseJob, case: "Case") -> End:
 
 
 def slow(job: PhaseJob, case: "Case") -> End:
-    """Every sync of a file takes longer, in servers and in rank 0."""
+    """Make every sync of a file take longer, in servers and in rank 0."""
     job.note_fault()
     pids = [part.process.pid for name, part in job.stack.parts.items() if name.startswith("server")]
     pids.append(job.rank(0).pid)
@@ -148,9 +148,9 @@ def slow(job: PhaseJob, case: "Case") -> End:
 
 
 def lost(job: PhaseJob, case: "Case") -> End:
-    """The disk is replaced by an empty one; the part on its machine is killed, and started again.
+    """Replace the disk by an empty one, and kill the part on its machine, which then restarts.
 
-    A process that still runs keeps the files that it has open, like those of a disk that was removed.
+    A process that still runs keeps its open files, like the files of a removed disk.
     """
     job.note_fault()
     folder = case.folder(job)
@@ -171,11 +171,11 @@ class Fault:
     """A fault of the table.
 
     Attributes:
-        begin: Injects it, and returns the function that ends it.
-        kind: Its first word.
+        begin: Injects the fault, and returns the function that ends it.
+        kind: The first word of its name.
         target: The kind of its target.
-        needs: The program that it needs, if any.
-        root: Whether it needs root.
+        needs: The program that the fault needs, if any.
+        root: Whether the fault needs root.
     """
 
     begin: Callable[[PhaseJob, "Case"], End]
@@ -185,7 +185,7 @@ class Fault:
     root: bool = False
 
     def missing(self) -> str | None:
-        """Return the reason why it cannot be injected here, or None."""
+        """Return the reason why the fault cannot be injected here, or None."""
         if self.root and os.geteuid() != 0:
             return "it needs root"
         if self.needs and shutil.which(self.needs) is None:
@@ -214,7 +214,7 @@ FAULTS = {
 
 
 def disk_of(target: str, stack_folder: Path, server: int) -> Path:
-    """Return the folder that stands for a disk: of checkpoints, of a server's log and generation, of the run's name."""
+    """Return the folder that represents a disk: of checkpoints, of a server's log and generation, of the run's name."""
     return {
         "checkpoints": stack_folder / "checkpoints",
         "log": stack_folder / "servers" / str(server),

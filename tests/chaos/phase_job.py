@@ -1,4 +1,4 @@
-"""A job of :mod:`phase_train`, restarted as by :mod:`supervisor`. It may end by reporting why it stopped."""
+"""A job of :mod:`phase_train` with the restarts of :mod:`supervisor`. It may stop early and report the reason."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ class StoppedError(Exception):
 
     Args:
         code: The exit code of the trainers.
-        said: Their last lines.
+        said: The last lines of the trainers.
     """
 
     def __init__(self, code: int, said: list[str]) -> None:
@@ -34,7 +34,7 @@ class PhaseJob(Job):
     """A run with a gate.
 
     Args:
-        stack: Not started.
+        stack: The stack, which is not started.
         plan: The plan for ``phase_train.py``.
         links: As for :class:`Job`.
         link_nats: As for :class:`Job`.
@@ -102,7 +102,7 @@ class PhaseJob(Job):
     # --- its end
 
     def look_after(self) -> None:
-        """As a :class:`Job`.
+        """Record the steps that were done, and restart parts, as a :class:`Job` does.
 
         Raises:
             StoppedError: The trainers ended with an exit code after which they are not restarted.
@@ -113,7 +113,7 @@ class PhaseJob(Job):
         super().look_after()
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes."""
         super().close()
         for folder in self._mounts:
             subprocess.run(["umount", "--lazy", folder], check=True)

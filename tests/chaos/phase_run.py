@@ -30,13 +30,13 @@ class Result:
         seed: The case.
         fault: Its fault.
         phase: Its phase.
-        outcome: ``exact``, ``stopped`` (with a message), ``wrong``, or ``failed`` (it hung, or ended without a
+        outcome: ``exact``, ``stopped`` (with a message), ``wrong``, or ``failed`` (the run hung, or ended without a
             message).
-        compared: Rows, counts and values that were compared.
-        restarts: How often the trainers were restarted.
-        seconds: How long it took.
+        compared: The number of compared rows, counts and values.
+        restarts: The number of restarts of the trainers.
+        seconds: The duration of the run.
         text: The case in words.
-        problem: The problem, or how it stopped; empty if it is exact.
+        problem: The problem, or how the run stopped; empty if all values are exact.
     """
 
     seed: int

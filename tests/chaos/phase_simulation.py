@@ -1,7 +1,7 @@
 """The rows, counts and recency of a run of :mod:`phase_train` after each step, by the documented rules.
 
-The rules are those of ``rust_core/store/src/shard/mod.rs``, on plain dictionaries: admission by count, time to live,
-eviction of the least recently used rows. A row's value is minus the number of updates: SGD with rate 1, from 0.
+The module applies the rules of ``rust_core/store/src/shard/mod.rs`` to plain dictionaries: admission by count, time to
+live, eviction of the least recently used rows. A row begins at 0, and SGD with rate 1 subtracts 1 at each update.
 """
 
 import copy
@@ -46,7 +46,7 @@ class Simulation:
     """The tables of a run.
 
     Args:
-        data: The batches, and the policy.
+        data: The batches, and the policy of the tables.
     """
 
     def __init__(self, data: Data) -> None:
@@ -117,9 +117,9 @@ class Simulation:
         return {key: (row.last_used, row.value) for shard in self.shards for key, row in shard.rows.items()}
 
     def possible_uses(self, key: Key) -> set[int]:
-        """Return what the last use of a row may be if pushes are not ordered.
+        """Return the possible last uses of a row if pushes are not ordered.
 
-        The first ``min_count - 1`` pushes to arrive are counted and not applied. Their steps are not determined.
+        The first ``min_count - 1`` pushes that arrive are counted and not applied. Any steps may be the first ones.
         """
         steps = self._pushed[key]
         counted = self.data.min_counts[TABLES[key[0]]] - 1

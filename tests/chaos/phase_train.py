@@ -1,8 +1,8 @@
-"""One rank of a run that reports its phase, and waits in one of the phases until a fault was injected.
+"""One rank of a run that reports its phases, and waits in one of the phases until a fault is injected.
 
-``phases.jsonl`` in the given folder gets a line for each phase that a rank reaches. At the ``gate`` of the plan the
-rank makes the file ``reached`` and, with ``hold``, waits until the file ``go`` exists. ``reads.jsonl`` gets the values
-that each evaluation read. Every occurrence of an id in the data takes exactly 1 from its row, as in
+``phases.jsonl`` in the given folder gets a line for each phase that a rank reaches. At the ``gate`` of the plan, the
+rank creates the file ``reached`` and, with ``hold``, waits until the file ``go`` exists. ``reads.jsonl`` gets the
+values that each evaluation reads. Every occurrence of an id in the data takes exactly 1 from its row, as in
 :mod:`ledger_train`.
 
 The phases, in the order of a run: ``before`` the first loop; ``loop``; ``save``; ``between`` two loops; ``evaluation``;
@@ -45,7 +45,7 @@ READS = 3
 
 
 def append(name: str, **entry: Any) -> None:
-    """Add a line to a file; lines of several ranks do not mix."""
+    """Append a line to a file. Lines of several ranks do not mix."""
     line = json.dumps({"rank": env.get_rank(), "pid": os.getpid(), **entry})
     descriptor = os.open(FOLDER / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, f"{line}\n".encode())
@@ -53,7 +53,7 @@ def append(name: str, **entry: Any) -> None:
 
 
 def reach(phase: str, moment: str, step: int, generation: int = 0) -> None:
-    """Report the phase of this rank; at the gate, wait."""
+    """Report the phase of this rank, and wait if the rank is at the gate."""
     append("phases.jsonl", phase=phase, moment=moment, step=step, generation=generation)
     gate = PLAN["gate"]
     here = {"phase": phase, "moment": moment, "rank": env.get_rank(), "step": step}
@@ -61,14 +61,14 @@ def reach(phase: str, moment: str, step: int, generation: int = 0) -> None:
         return
     try:
         os.close(os.open(FOLDER / "reached", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:  # by an earlier process of this rank
+    except FileExistsError:  # an earlier process of this rank created the file
         return
     if gate["hold"]:
         wait_until("the fault", (FOLDER / "go").exists, HELD_S)
 
 
 class Own(IterableDataset):
-    """This rank's batches without a data-compose. A pass ends where the next loop begins."""
+    """The batches of this rank, without a data-compose. A pass ends where the next loop begins."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -85,7 +85,7 @@ class Own(IterableDataset):
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after them."""
+        """Continue after the batches that were yielded."""
         self.next = state_dict["next"]
 
 
@@ -99,12 +99,12 @@ class Watched:
         return getattr(self._saver, name)
 
     def write_rows(self) -> Any:
-        """Like that of the saver."""
+        """Report the cut, and call the method of the saver."""
         reach("save", "cut", self._step)
         return self._saver.write_rows()
 
     def commit(self, *arguments: Any) -> Any:
-        """Like that of the saver."""
+        """Call the method of the saver between two reports."""
         reach("save", "written", self._step)
         result = self._saver.commit(*arguments)
         reach("save", "committed", self._step)
@@ -112,7 +112,7 @@ class Watched:
 
 
 def watch() -> None:
-    """Let saves and the summary report their moments."""
+    """Replace functions, so saves and the summary report their moments."""
     begin, summary = snapshot.Save.__init__, common_run._write_summary
 
     def begin_save(self: Any, engine: Any, directory: Any, step: int, cursor: Any = None) -> None:
@@ -147,7 +147,7 @@ def evaluate(step: int) -> None:
 
 
 def one_loop(ctx: TrainCtx, loader: DataLoader) -> None:
-    """Train until the data end, or until the step at which the next loop begins, by the plan."""
+    """Train until the end of the data, or until the step at which the next loop of the plan begins."""
     for batch in loader:
         output, _ = ctx.forward(batch)
         reach("loop", "forward", batch.step, ctx.engine.generation)
@@ -209,7 +209,7 @@ def main() -> None:
         reach("end", "trained", ctx.step, ctx.engine.generation)
         if env.get_rank() == 0:
             read(ctx, ctx.step)
-        distributed.agree(True)  # no rank leaves before
+        distributed.agree(True)  # no rank ends earlier
     reach("end", "left", DATA.steps)
 
 

@@ -29,7 +29,7 @@ def append(record: faults.Record) -> None:
 
 
 def one(name: str, seed: int, seconds: float, shared: Path) -> bool:
-    """Run a fault; return whether the result is correct. ``shared`` keeps the bundles for the next fault."""
+    """Run a fault. Return whether the result is correct. ``shared`` keeps the bundles for the next fault."""
     with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
 
         def new_stack(**options: Any) -> Stack:
@@ -48,7 +48,7 @@ def one(name: str, seed: int, seconds: float, shared: Path) -> bool:
 
 
 def main() -> int:
-    """Return 0 if every row was right and every job recovered."""
+    """Return 0 if every row was correct and every job recovered."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fault", choices=[*ALL, "all"])
     parser.add_argument("--seed", type=int, default=1)

@@ -1,7 +1,7 @@
 """Run cases of the generated test: ``make chaos-phases SEEDS=17``, ``SEEDS=1-300 SHARD=2/4``.
 
-Each result is added to ``runs/chaos-phases.jsonl``. A range skips the seeds that are already recorded as good, so that
-a run that was interrupted continues; single seeds always run. ``SEEDS=table`` prints the table of faults and phases.
+Each result is added to ``runs/chaos-phases.jsonl``. A range skips the seeds that are already recorded as good, which
+continues an interrupted run. Single seeds always run. ``SEEDS=table`` prints the table of faults and phases.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # also if a shell makes background jobs ignore it
+    for number in (signal.SIGINT, signal.SIGTERM):  # needed because shells make background jobs ignore SIGINT
         signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())

@@ -24,7 +24,7 @@ _HOUR_S = 3600
 
 
 def slow(job: Job, rng: random.Random) -> None:
-    """Each link has a round-trip time of 200 ms, then 1 Mbit/s."""
+    """Give each link a round-trip time of 200 ms, then a bandwidth of 1 Mbit/s."""
     some_step(job, rng)
     for name, value in (("delay_s", 0.1), ("bytes_per_s", 125_000.0)):
         job.note_fault()
@@ -37,7 +37,7 @@ def slow(job: Job, rng: random.Random) -> None:
 
 
 def lossy(job: Job, rng: random.Random) -> None:
-    """One packet in twenty is lost on its way to and from every server and middleware."""
+    """Drop one in twenty packets from and to every server and middleware."""
     some_step(job, rng)
     job.note_fault()
     with ExitStack() as losing:
@@ -57,7 +57,7 @@ def _losing(way: str, address: str) -> Iterator[None]:
 
 
 def starved(job: Job, rng: random.Random) -> None:
-    """Every processor is shared with ten busy processes."""
+    """Share every processor with ten busy processes."""
     some_step(job, rng)
     job.note_fault()
     spin = [sys.executable, "-c", "while True: pass"]
@@ -71,7 +71,7 @@ def starved(job: Job, rng: random.Random) -> None:
 
 
 def descriptors(job: Job, rng: random.Random) -> None:
-    """A part may open two more files, all its connections are new, and unauthenticated peers connect first."""
+    """Let a part open only two more files, reset its connections, and let unauthenticated peers connect first."""
     for kind in ("server", "middleware"):
         further(job, rng.randrange(20, 60))
         name = f"{kind}-{rng.randrange(2)}"
@@ -90,7 +90,7 @@ def descriptors(job: Job, rng: random.Random) -> None:
 
 
 def clocks(job: Job, rng: random.Random) -> None:
-    """The clocks of all parts are skewed by up to two hours, and jump, while parts are killed and restarted."""
+    """Skew the clocks of all parts by up to two hours, and let them jump, while parts are killed and restarted."""
     some_step(job, rng)
     for name in [name for name in job.parts if name != "nats"]:
         job.note_fault()
@@ -98,14 +98,14 @@ def clocks(job: Job, rng: random.Random) -> None:
         further(job, 10)
     for kind in ("server", "middleware"):
         name = f"{kind}-{rng.randrange(2)}"
-        job.set_clock(name, -_HOUR_S)  # a restarted part is older, by its clock, than the one it replaces
+        job.set_clock(name, -_HOUR_S)  # by its clock, a restarted part is older than its predecessor
         job.kill(name)
         job.recover()
         further(job, 10)
 
 
 def memory(job: Containers, rng: random.Random) -> None:
-    """The container of a server is out of memory, so that the system kills the server."""
+    """Fill the memory of a server's container, so the system kills the server."""
     job.reach(rng.randrange(job.plan["steps"] // 4))
     job.exhaust_memory(f"server-{rng.randrange(2)}")
     job.recover()

@@ -1,7 +1,7 @@
-"""The faults of ``persia serve`` by name: each does one thing to a process that serves a bundle under load.
+"""The faults of ``persia serve`` by name. Each fault disturbs a process that serves a bundle under load.
 
 ``run("F36", 7, folder, bundles)`` starts the process and its clients, injects the fault, and returns the result. Every
-score is compared with those of the bundle that its response names. The seed determines what is damaged and sent.
+score is compared with that of the bundle that the response names. The seed determines the damage and the requests.
 """
 
 import errno
@@ -57,7 +57,7 @@ class ServingFault:
     Attributes:
         what: Its description in the table.
         inject: The function that injects it.
-        goes_on: Whether no request of the clients may fail, and the process must not be restarted.
+        goes_on: Whether all requests of the clients must succeed without a restart of the process.
         options: Options of ``persia serve``.
         clients: The number of clients that request scores all the time.
         needs: The requirement for this machine, one of ``faults.NEEDS``.
@@ -100,7 +100,7 @@ def killed_reloading(job: Served, rng: random.Random, seconds: float) -> None:
 
 
 def damaged(job: Served, rng: random.Random, seconds: float) -> None:
-    """A newer version is half copied, then three newer ones have a changed byte; then one of them is whole."""
+    """Copy half of a newer version, then three newer ones with a changed byte each, and then repair one of them."""
     del seconds
     served = job.bundles.identities[0]
     job.more()
@@ -126,7 +126,7 @@ def damaged(job: Served, rng: random.Random, seconds: float) -> None:
 
 
 def disk_full(job: Served, rng: random.Random, seconds: float) -> None:
-    """The disk of the bundles is full while a newer version is copied there, and while one is exported there."""
+    """Fill the disk of the bundles while a newer version is copied to it, and while one is exported to it."""
     del rng, seconds
     served = job.bundles.identities[0]
     job.more()
@@ -168,7 +168,7 @@ def request(job: Served, at: int = 0) -> bytes:
 
 
 def slow_clients(job: Served, rng: random.Random, seconds: float) -> None:
-    """Clients send a part of a request and then nothing. Each must be disconnected without a response."""
+    """Send a part of a request and then nothing. Each client must be disconnected without a response."""
     del seconds
     job.more()
     text = request(job)
@@ -184,7 +184,7 @@ def slow_clients(job: Served, rng: random.Random, seconds: float) -> None:
 
 
 def leaving_clients(job: Served, rng: random.Random, seconds: float) -> None:
-    """Clients send a request, or a part of it, and leave without reading."""
+    """Send a request, or a part of it, and disconnect without reading."""
     del seconds
     job.more()
     text = request(job)
@@ -197,9 +197,9 @@ def leaving_clients(job: Served, rng: random.Random, seconds: float) -> None:
 
 
 def malformed_requests(job: Served, rng: random.Random, seconds: float, count: int = MALFORMED) -> None:
-    """Send malformed requests, several by each connection. No response may be a failure of the server.
+    """Send malformed requests, several on each connection. No response may be a failure of the server.
 
-    The memory of the process is bounded all the time, not only at the end.
+    The memory of the process must stay below a limit during the whole fault.
     """
     del seconds
     job.more()
@@ -228,7 +228,7 @@ def malformed_requests(job: Served, rng: random.Random, seconds: float, count: i
 
 
 def overload(job: Served, rng: random.Random, seconds: float) -> None:
-    """Request scores at twice the rate that the process can serve. The others must be refused with 503."""
+    """Request scores at twice the rate that the process can serve. It must refuse excess requests with 503."""
     job.more()
     with loaded(job, 2) as served:
         before = len(served.good)
@@ -246,14 +246,14 @@ def overload(job: Served, rng: random.Random, seconds: float) -> None:
 
 @dataclass
 class Load:
-    """Large requests: the times of good responses, refusals, and everything else."""
+    """The results of large requests: the times of good responses, the number of refusals, and all failures."""
 
     good: list[float]
     failed: list[str]
     busy: int = 0
 
     def take(self, status: int, headers: Any, content: bytes, scores: dict[str, float]) -> None:
-        """Record a response; all its scores must be the one of the bundle that it names."""
+        """Record a response. All its scores must equal the score of the bundle that it names."""
         if status == 503 and headers.get("Retry-After"):
             self.busy += 1
             return
@@ -270,7 +270,7 @@ class Load:
 
 @contextmanager
 def loaded(job: Served, clients: int, rate: float = 0.0, rng: random.Random | None = None) -> Iterator[Load]:
-    """Send large requests until the end of the block: one after another, or at random times at a rate."""
+    """Send large requests until the end of the block, one after another, or at random times at a given rate."""
     record = json.loads(job.bundles.bodies[0])[1]
     body = json.dumps([record] * LARGE_ROWS).encode()
     scores = {name: float(each[0][1]) for name, each in job.bundles.scores.items()}
@@ -306,7 +306,7 @@ def loaded(job: Served, clients: int, rate: float = 0.0, rng: random.Random | No
 
 
 def pause(job: Served, seconds: float) -> None:
-    """Let time pass, and look after the process meanwhile."""
+    """Wait, and supervise the process meanwhile."""
     until = time.monotonic() + seconds
     job.wait(f"{seconds:g} s to pass", lambda: time.monotonic() > until, seconds + CLIENT_S)
 
@@ -334,13 +334,13 @@ def run(name: str, seed: int, folder: Path, bundles: Bundles, seconds: float = S
 
     Args:
         name: One of :data:`FAULTS`.
-        seed: Determines what is damaged and sent.
+        seed: Determines the damage and the requests.
         folder: A new folder for versions and logs.
-        bundles: What is served.
+        bundles: The bundles that are served.
         seconds: The duration of the overload.
 
     Returns:
-        The result, in which a row is a score, and its problem: None if there is none.
+        The result, in which a row is a score, and its problem, which is None if there is no problem.
     """
     fault = FAULTS[name]
     job = Served(folder, bundles, *fault.options, clients=fault.clients)

@@ -1,7 +1,7 @@
 """A served bundle under load: ``persia serve`` as a real process, and clients that compare every score.
 
-``Served`` restarts the process when it was killed, as a container engine does, until the end of the run. Its clients
-request scores all the time. Each response names its bundle, and its scores must be those of that bundle.
+Until the end of the run, ``Served`` restarts a killed process, as a container engine does. Its clients continuously
+request scores. Each response names a bundle, and its scores must be those of that bundle.
 """
 
 import json
@@ -57,7 +57,7 @@ class Bundles:
     """Two bundles of the same columns with different scores.
 
     Attributes:
-        folder: Their parent folder: the bundles are ``a`` and ``b``, and ``runs/a`` is a run that can be exported.
+        folder: The parent folder of the bundles ``a`` and ``b``. ``runs/a`` is a run that can be exported.
         identities: Their identities, ``a`` first.
         bodies: Different requests, as JSON records.
         scores: For each identity the scores of each request, float32 ``[rows]``.
@@ -70,7 +70,7 @@ class Bundles:
 
 
 def make_bundles(folder: Path) -> Bundles:
-    """Train two models and export them to a folder, if this is not done yet; compute the scores of the requests."""
+    """Train two models and export them to a folder, unless they exist. Compute the scores of the requests."""
     table = folder / "clicks.parquet"
     if not (folder / "b").exists():
         synth.write(table, 4_000, synth.Teacher((200, 2_000), dense=2, positive=0.3))
@@ -84,7 +84,7 @@ def make_bundles(folder: Path) -> Bundles:
     count = REQUESTS * ROWS_PER_REQUEST
     rows = pq.read_table(table).slice(0, count).drop_columns(["label"]).to_pylist()
     for number, row in enumerate(rows):
-        row |= {"id0": 10**9 + number} if number % 3 == 0 else {}  # an id that training did not have
+        row |= {"id0": 10**9 + number} if number % 3 == 0 else {}  # an id that did not occur in training
         row |= {"dense0": None} if number % 7 == 0 else {}
     parts = [rows[at : at + ROWS_PER_REQUEST] for at in range(0, count, ROWS_PER_REQUEST)]
     scores, identities = {}, []
@@ -111,7 +111,7 @@ class Answers:
         good: The number of responses with scores.
         checked: The number of compared scores.
         wrong: The scores that are not those of the named bundle.
-        failed: Everything else that clients got: a status, or the error of a connection.
+        failed: All other results: a status, or the error of a connection.
         busy: The number of refusals with 503 and ``Retry-After``.
         last: The bundle that the last response named.
         bundles: All bundles that responses named.
@@ -156,10 +156,10 @@ class Served:
     """``persia serve`` over a folder of versions, and its clients.
 
     Args:
-        folder: For the versions and the logs.
+        folder: The folder for the versions and the logs.
         bundles: The bundles to serve. Version 1 is the first of them.
         options: Options of ``persia serve``.
-        clients: The number of clients that request scores all the time.
+        clients: The number of clients that continuously request scores.
     """
 
     def __init__(self, folder: Path, bundles: Bundles, *options: str, clients: int = CLIENTS) -> None:
@@ -212,14 +212,14 @@ class Served:
         return ": http" in self.part.output
 
     def look_after(self) -> None:
-        """Restart the process if it was killed. Any other end fails."""
+        """Restart the process if it was killed. Any other end is a failure."""
         if not self.part.process.running:
             assert self.part.process.code in KILLED, f"{self.part.process.outcome()}\n{self.part.output}"
             self._past.append(self.part)
             self._start()
 
     def wait(self, what: str, condition: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
-        """Wait for a condition, and look after the process meanwhile."""
+        """Wait for a condition, and supervise the process meanwhile."""
 
         def looked() -> Found | None:
             self.look_after()
@@ -232,7 +232,7 @@ class Served:
         self.wait(f"{text!r}", lambda: text in self.part.output)
 
     def maps(self, version: int) -> bool:
-        """Whether the process that runs has files of a version in its memory."""
+        """Whether the running process has mapped files of a version."""
         try:
             text = Path(f"/proc/{self.part.process.pid}/maps").read_text()
         except OSError:
@@ -261,11 +261,11 @@ class Served:
     # --- its versions
 
     def place(self, version: int, which: int | None = None) -> str:
-        """Copy a bundle to a version, which appears complete, and return its identity.
+        """Copy a bundle to a version atomically, and return the identity of the bundle.
 
         Args:
-            version: The number. Odd ones are the first bundle, even ones the second.
-            which: 0 or 1 selects another bundle.
+            version: The number of the version. Odd versions have the first bundle, even versions the second one.
+            which: 0 or 1 selects the bundle explicitly.
         """
         at = (version + 1) % 2 if which is None else which
         new = self.versions / f".{version}"
@@ -284,7 +284,7 @@ class Served:
         self.injected += 1
 
     def more(self, count: int = 20, bundle: str | None = None) -> None:
-        """Wait for more good responses, the last one by a bundle if it is given."""
+        """Wait for more good responses. If a bundle is given, the last response must name it."""
         before = self.answers.good
         self.wait(
             f"{count} more responses" + (f" by {bundle}" if bundle else ""),
@@ -297,7 +297,7 @@ class Served:
         self.recovered += 1
 
     def finish(self) -> None:
-        """End the clients, then the process by SIGTERM, which must exit with 0."""
+        """End the clients, and then the process by SIGTERM. The process must exit with 0."""
         self.end_clients()
         self.part.process.signal(signal.SIGTERM)
         code = self.part.wait()
@@ -312,7 +312,7 @@ class Served:
                 client.join(2 * CLIENT_S)
 
     def close(self) -> None:
-        """End everything that still runs."""
+        """End all remaining threads and processes."""
         self.end_clients()
         if self._part is not None and self.part.process.running:
             self.part.process.signal(signal.SIGKILL)
@@ -347,5 +347,5 @@ class Served:
 
     @property
     def serves_since_start(self) -> bool:
-        """Whether there has been a good response: before it, a refused connection is no failure."""
+        """Whether there has been a good response. Before the first one, a refused connection is no failure."""
         return self.answers.good > 0

@@ -1,8 +1,8 @@
-"""A ledger run with all its parts. ``Job`` restarts parts in the way of a container engine.
+"""A ledger run with all its parts. ``Job`` restarts parts as a container engine does.
 
-``Job`` starts NATS, servers, middlewares, a data-compose and the trainers as processes. A killed part is restarted, as
-is a trainer or a data-compose that exits with 75; any other end fails. Every wait uses :meth:`Run.wait`, which
-supervises the parts during the wait. ``containers.py`` has the same run in containers.
+``Job`` starts NATS, servers, middlewares, a data-compose and the trainers as processes. A killed part is restarted, and
+so is a trainer or a data-compose that exits with 75. Any other end is a failure. Every wait uses :meth:`Run.wait`,
+which supervises the parts during the wait. ``containers.py`` has the same run in containers.
 """
 
 import json
@@ -70,12 +70,12 @@ class Run(ABC):
     """A ledger run, the injected faults, and the recovery from them.
 
     Attributes:
-        plan: What ``ledger_train.py`` gets.
+        plan: The plan for ``ledger_train.py``.
         step: The last step of rank 0.
         furthest: The highest step of rank 0.
-        injected: Faults so far.
-        recovered: Those after which training was seen to come further than before.
-        late: Those so close to the end that no step could be observed after them.
+        injected: The number of faults so far.
+        recovered: The number of faults after which training was observed to progress.
+        late: The number of faults so close to the end that no step could be observed after them.
         longest_pause_s: The longest time between two steps of rank 0.
         first_step_s: The time from the start of the trainers to the first step.
     """
@@ -93,7 +93,7 @@ class Run(ABC):
         self._step_at: float | None = None
         self._marks: list[int] = []
 
-    # --- what kinds of runs differ in
+    # --- differences between the kinds of runs
 
     @abstractmethod
     def start(self) -> Self:
@@ -120,11 +120,11 @@ class Run(ABC):
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """SIGKILL a part, such as ``server-0``; it is restarted."""
+        """SIGKILL a part, such as ``server-0``. It is restarted."""
 
     @abstractmethod
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL a rank; it is restarted."""
+        """SIGKILL a rank. It is restarted."""
 
     @abstractmethod
     def logs(self) -> str:
@@ -154,7 +154,7 @@ class Run(ABC):
             self.recovered += len(over)
 
     def note_fault(self) -> None:
-        """Count a fault; it counts as recovered when training has progressed."""
+        """Count a fault. It counts as recovered when training has progressed."""
         self.look_after()
         self.injected += 1
         self._marks.append(self.furthest)
@@ -162,7 +162,7 @@ class Run(ABC):
     # --- waiting
 
     def wait(self, what: str, condition: Callable[[], Found | None], timeout: float = 60.0) -> Found:
-        """Wait until ``condition`` returns a true value, and return it; supervise the parts until then."""
+        """Wait until ``condition`` returns a true value, and return it. Supervise the parts until then."""
 
         def look() -> Found | None:
             ended = self.finished
@@ -191,12 +191,12 @@ class Run(ABC):
     def finish(self, timeout: float = 90.0) -> Ledger:
         """Wait for the end of the run and return its result."""
         self.wait("the end of the run", lambda: self.finished, timeout)
-        self.look_after()  # the last steps were written after the last read
+        self.look_after()  # steps may have been written after the last read
         self.late = sum(mark + UNDER_WAY >= self.plan["steps"] for mark in self._marks)
         return Ledger(**json.loads(self.ledger_file.read_text()))
 
     def saves(self) -> Path | None:
-        """Return the folder of the run's checkpoints, once there is one."""
+        """Return the folder of the run's checkpoints after it has been created."""
         return next(self.checkpoints.glob("*/"), None)
 
 
@@ -204,14 +204,14 @@ class Job(Run):
     """A ledger run.
 
     Args:
-        stack: Not started, made with :data:`STACK`; by TCP for ``links``.
-        plan: What ``ledger_train.py`` gets.
+        stack: The stack, made with :data:`STACK` and not started. For ``links``, it uses TCP.
+        plan: The plan for ``ledger_train.py``.
         replicas: Trainer replicas that share the ranks.
-        links: Put a :class:`Link` in front of every server and middleware.
+        links: Whether to put a :class:`Link` in front of every server and middleware.
         disk: The size of a separate file system for the checkpoints; 0 means none. Needs root.
         twice: A batch that data-compose also sends in place of the one after it.
-        link_nats: Put a :class:`NatsLink` in front of NATS.
-        clocks: Give each part except NATS a separate clock: :meth:`set_clock`.
+        link_nats: Whether to put a :class:`NatsLink` in front of NATS.
+        clocks: Whether to give each part except NATS a separate clock: :meth:`set_clock`.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Job(Run):
         if disk:
             self._mount(disk)
 
-    # --- its parts
+    # --- the parts
 
     def start(self) -> Self:
         """Start everything."""
@@ -320,7 +320,7 @@ class Job(Run):
         }
 
     def set_clock(self, name: str, seconds: int) -> None:
-        """Set the offset of a part's wall clock from the correct time; its monotonic clock is not changed."""
+        """Set the offset of a part's wall clock from the correct time. Its monotonic clock is not changed."""
         fresh = self._clocks / f".{name}"
         fresh.write_text(f"{seconds:+d}\n")
         fresh.replace(self._clocks / name)
@@ -338,7 +338,7 @@ class Job(Run):
 
     @property
     def trainer_starts(self) -> int:
-        """How often the replica of rank 0 was started."""
+        """The number of starts of the replica of rank 0."""
         return 1 + sum(part.process.name == "trainer-0" for part in self._past)
 
     def rank(self, rank: int) -> psutil.Process:
@@ -354,7 +354,7 @@ class Job(Run):
         return self.wait(f"a process of rank {rank}", found)
 
     def look_after(self) -> None:
-        """Restart parts that ended and should run; record the steps that were done."""
+        """Restart parts that ended and should run. Record the steps that were done."""
         for name, start in self._starts.items():
             if name in self._away:
                 continue
@@ -385,12 +385,12 @@ class Job(Run):
     # --- faults
 
     def kill(self, name: str) -> None:
-        """SIGKILL a part; it is restarted."""
+        """SIGKILL a part. It is restarted."""
         self.note_fault()
         self.stack.kill(name)
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL a rank; its launcher ends with 75 and is restarted."""
+        """SIGKILL a rank. Its launcher ends with 75 and is restarted."""
         process = self.rank(rank)
         self.note_fault()
         process.kill()
@@ -405,7 +405,7 @@ class Job(Run):
         self._away.discard(name)
 
     def replace(self, name: str) -> Part:
-        """Start another process in a part's place, without ending the old one, which is returned."""
+        """Start another process in a part's place, and return the old process without ending it."""
         old = self.stack.parts[name]
         self._past.append(old)
         self._starts[name]()

@@ -1,7 +1,7 @@
 """Faults with a fixed seed, each verified by the ledger.
 
-``make test`` runs those of :data:`ALWAYS`, one of each kind of recovery, ``make test-all`` the others, too, and ``make
-chaos-all`` the long ones, with other seeds.
+``make test`` runs the faults of :data:`ALWAYS`, one for each kind of recovery. ``make test-all`` also runs the other
+faults, and ``make chaos-all`` the long ones, with other seeds.
 """
 
 import dataclasses

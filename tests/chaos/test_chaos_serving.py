@@ -1,7 +1,7 @@
-"""Faults of a served bundle with a fixed seed; every score is compared. ``make test-all`` runs them.
+"""Faults of a served bundle with a fixed seed. Every score is compared. ``make test-all`` runs them.
 
-``make test`` runs one of them, the checks of the clients, and ``tests/unit/test_serving_faults.py``, which has the same
-kinds of faults for a small model.
+``make test`` runs only one fault, the checks of the clients, and ``tests/unit/test_serving_faults.py``, which has the
+same kinds of faults for a small model.
 """
 
 import re

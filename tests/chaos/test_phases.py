@@ -1,7 +1,7 @@
 """The generated test of faults and phases: cases by seed, and tests that its verification can fail.
 
-``make test`` runs the cases of :data:`ALWAYS`, ``make test-all`` also those of :data:`NIGHTLY`; ``make chaos-phases``
-runs any.
+``make test`` runs the cases of :data:`ALWAYS`, ``make test-all`` also those of :data:`NIGHTLY`, and ``make
+chaos-phases`` any case.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def test_a_seed_is_always_the_same_case() -> None:
     assert case_of(7) == case_of(7) != case_of(8)
 
 
-# --- the judgement
+# --- the verification itself
 
 
 class Alone(IterableDataset):
@@ -107,7 +107,7 @@ DATA = Data(
 
 
 def saved(configure: Configure, folder: Path, data: Data) -> Path:
-    """Train on the data without servers; return the last checkpoint."""
+    """Train on the data without servers. Return the last checkpoint."""
     configure(data.slots(), capacity=256 * data.budget)
     model = Sum()
     with TrainCtx(
@@ -129,7 +129,7 @@ def wrong(save: Path, data: Data) -> list[str]:
 
 
 def test_the_simulation_is_what_the_store_does(configure: Configure, tmp_path: Path) -> None:
-    """With rows that are evicted or expire, and ids that wait for admission."""
+    """The run has rows that are evicted or expire, and ids that wait for admission."""
     save = saved(configure, tmp_path / "saves", DATA)
     (last,) = [tables for tables in states(DATA) if tables.step == DATA.steps]
     rows, counts = phase_check.content(save)
@@ -150,7 +150,7 @@ def test_the_simulation_is_what_the_store_does(configure: Configure, tmp_path: P
     ],
 )
 def test_the_judgement_finds(other: dict[str, Any], named: str, configure: Configure, tmp_path: Path) -> None:
-    """A run that differs from the simulated one."""
+    """The verification finds a run that differs from the simulated one."""
     save = saved(configure, tmp_path / "saves", dataclasses.replace(DATA, **other))
     found = wrong(save, DATA)
     assert any(named in line for line in found), found

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in tests/compose. Their time-out is that of a training run; building has a separate one."""
+    """Mark the tests in tests/compose. Their time-out is that of a training run. Builds have a separate time-out."""
     for item in items:
         if "compose" in item.path.parts:
             item.add_marker("docker")
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def docker(*arguments: str, timeout: float = 300.0, check: bool = True, env: Mapping[str, str] | None = None) -> Result:
-    """Run the docker command in the root of the clone, with ``env`` in place of the shell's settings for the stack."""
+    """Run docker in the root of the clone, with ``env`` instead of the shell's settings for the stack."""
     chosen = re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if name not in chosen}
     result = subprocess.run(
@@ -56,7 +56,7 @@ def docker(*arguments: str, timeout: float = 300.0, check: bool = True, env: Map
 
 
 class Project:
-    """The stack with a unique project name, and the variables that a user would write into .env."""
+    """The stack with a unique project name, and with the variables that a user would write into .env."""
 
     def __init__(self, name: str, folder: Path, **variables: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Project:
     def __call__(
         self, *arguments: str, timeout: float = 300.0, check: bool = True, env: Mapping[str, str] | None = None
     ) -> Result:
-        """Run ``docker compose ARGUMENTS``; ``env`` comes on top of the project's variables."""
+        """Run ``docker compose ARGUMENTS``. ``env`` overrides the project's variables."""
         return docker("compose", *arguments, timeout=timeout, check=check, env=self.variables | dict(env or {}))
 
     def config(self) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class Project:
         self("up", "--detach", "--no-build", "--no-deps", *options)
 
     def train(self, *, timeout: float = 600.0, env: Mapping[str, str] | None = None) -> Result:
-        """Run the whole stack until the trainers end; return their exit code."""
+        """Run the whole stack until the trainers end. Return their exit code."""
         return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, env=env)
 
     def run(self, *command: str, timeout: float = 300.0, check: bool = True) -> Result:
-        """Run a command in a container of the trainer, with nothing else started."""
+        """Run a command in a container of the trainer, without starting other services."""
         return self("run", "--rm", "--no-deps", "--no-TTY", "trainer", *command, timeout=timeout, check=check)
 
     def containers(self, service: str) -> list[str]:
@@ -100,7 +100,7 @@ class Project:
         return [line.split()[1] for line in sorted(listed.splitlines())]
 
     def inspect(self, service: str, form: str) -> list[str]:
-        """Return what ``docker inspect --format`` says of each of a service's containers, in order of their numbers."""
+        """Return the output of ``docker inspect --format`` for each container of a service, in order of numbers."""
         containers = self.containers(service)
         return docker("inspect", "--format", form, *containers).stdout.splitlines() if containers else []
 
@@ -144,7 +144,7 @@ class Project:
         return docker("run", *options, BASE, "sh", "-euc", command).stdout
 
     def summary(self) -> dict[str, Any] | None:
-        """Return ``summary.json`` of the run, if there is one."""
+        """Return ``summary.json`` of the run, if it exists."""
         text = self.read("runs", "if [ -e summary.json ]; then cat summary.json; fi")
         return json.loads(text) if text else None
 
@@ -156,7 +156,7 @@ class Project:
 
 @pytest.fixture(scope="session", autouse=True)
 def engine() -> None:
-    """Skip if no engine answers; ensure that `docker compose` and the base image exist."""
+    """Skip if no engine responds. Ensure that `docker compose` and the base image exist."""
     if shutil.which("docker") is None:
         pytest.skip("no docker command here")
     answer = docker("version", "--format", "{{.Server.Version}}", check=False)
@@ -182,7 +182,7 @@ Stacks = Callable[..., Project]
 
 
 def make_project(name: str, folder: Path, copy: Path, **variables: str) -> Project:
-    """Return a project of a copy of ``folder`` that any user may read and write: a container's user is not this one."""
+    """Return a project of a copy of ``folder`` that any user, such as that of a container, may read and write."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     for path in (copy, *copy.rglob("*")):
         path.chmod(0o777 if path.is_dir() else 0o666)
@@ -191,7 +191,7 @@ def make_project(name: str, folder: Path, copy: Path, **variables: str) -> Proje
 
 @pytest.fixture
 def stacks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stacks]:
-    """Make projects of a folder of scripts: ``stacks(folder, SERVER_REPLICA="1")``; shows their logs on failure."""
+    """Create projects from folders of scripts: ``stacks(folder, SERVER_REPLICA="1")``. On failure, show their logs."""
     made: list[Project] = []
 
     def make(folder: Path, **variables: str) -> Project:

@@ -1,7 +1,7 @@
 """Three machines for a swarm: Docker engines on this host, each in its own network namespace, with one store of images.
 
-A copy of the images would take 6 GB and minutes for each engine. Instead, each engine has its own copy of the image
-store's metadata, which are small, and links to the layers of this host's engine, which are only read.
+A copy of the images would take 6 GB and minutes for each engine. Instead, each engine has a copy of the image store's
+metadata, which is small, and links to the layers of this host's engine, which are only read.
 """
 
 import json
@@ -28,7 +28,7 @@ GATEWAY = "10.200.0.254"
 
 
 def unusable() -> str | None:
-    """Return why this host cannot have several engines, or None."""
+    """Return the reason why this host cannot have several engines, or None."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         return f"several engines need root and {', '.join(missing) or 'no more tools'}"
@@ -48,8 +48,8 @@ class Machine:
     """A machine: an engine and its containers.
 
     Attributes:
-        number: Its number, from 1.
-        address: Its address in the network of the machines.
+        number: The number of the machine, from 1.
+        address: The address of the machine in the network of the machines.
         name: The name of its network namespace.
     """
 
@@ -96,7 +96,7 @@ class Machine:
         )
 
     def _share_images(self) -> str:
-        """Give the engine the images of this host's engine; return the storage driver."""
+        """Give the engine the images of this host's engine. Return the storage driver."""
         driver, root = docker("info", "--format", "{{.Driver}} {{.DockerRootDir}}").stdout.split()
         store = self._folder / "root" / "image" / driver
         store.mkdir(parents=True)
@@ -117,7 +117,7 @@ class Machine:
 
     @property
     def is_up(self) -> bool:
-        """Whether its engine runs."""
+        """Whether the engine of the machine runs."""
         return self._engine is not None and self._engine.poll() is None
 
     def containers(self) -> list[int]:
@@ -127,13 +127,13 @@ class Machine:
         return [int(pid) for pid in found.split()]
 
     def lose(self) -> None:
-        """Lose the machine: no packet leaves it any more, then its engine and its containers are killed."""
+        """Lose the machine: block all its packets, then kill its engine and its containers."""
         pids = self.containers()
         shell("ip", "link", "set", self._veth, "down")
         self._kill(pids)
 
     def remove(self) -> None:
-        """Kill what is left, and remove the machine."""
+        """Kill the remaining processes, and remove the machine."""
         self._kill(self.containers() if self.is_up else [])
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         for mount in sorted((each for each in mounts if each.startswith(f"{self._folder}/")), reverse=True):
@@ -141,7 +141,7 @@ class Machine:
         shell("ip", "netns", "del", self.name, check=False)
 
     def _kill(self, containers: list[int]) -> None:
-        """Kill the engine with all processes that it started; they have its folder in their command line."""
+        """Kill the engine and all processes that it started, whose command lines have the engine's folder."""
         engines = [
             process.pid
             for process in psutil.process_iter(["cmdline"])
@@ -212,7 +212,7 @@ class Swarm:
     def logs(self, *services: str) -> str:
         """Return the output of services on the machines that are not lost.
 
-        `docker service logs` would wait for the lost one.
+        `docker service logs` would wait for a lost machine.
         """
         found = []
         for machine in (each for each in self.machines if each.is_up):

@@ -1,4 +1,4 @@
-# Notes what a build of the stack's images is given; test_images.py builds it in place of one of them.
+# Records the arguments that the builds of the stack's images get. test_images.py builds this file instead of an image.
 ARG BASE=debian:trixie-slim
 FROM ${BASE}
 # Another value for each build: proxies are not part of the key of the build's cache.

@@ -1,4 +1,4 @@
-"""The compose files as each of the three engines reads them. Nothing is started."""
+"""The compose files as each of the three programs parses them. Nothing is started."""
 
 import json
 import re
@@ -158,7 +158,7 @@ def test_overlays(services: dict[str, Any]) -> None:
     for name in ("data_compose", "trainer"):
         assert targets(source[name]) == targets(services[name]) | {"/persia"}
         assert source[name]["environment"]["PYTHONPATH"] == "/persia"
-        assert "PYTHONPATH" not in services[name]["environment"]  # the packaged wheel runs
+        assert "PYTHONPATH" not in services[name]["environment"]  # the packaged wheel is used
     assert {name for name in SERVICES if source[name] != services[name]} == {"data_compose", "trainer"}
     serving = overlaid("serving")
     assert all(serving[name] == services[name] for name in SERVICES)

@@ -88,7 +88,7 @@ def test_the_runtime_image_runs_as_any_user_on_a_read_only_disk() -> None:
 @pytest.mark.row("S1-16")
 @pytest.mark.usefixtures("images")
 def test_a_startup_hook_runs_in_the_container_before_training(stacks: Stacks, tmp_path: Path) -> None:
-    """It has the folder, the packages and the variables of the training; its failure ends the container."""
+    """The hook has the folder, the packages and the variables of the training. If it fails, the container ends."""
     folder = tmp_path / "mine"
     (folder / "config").mkdir(parents=True)
     (folder / "config" / "embedding_config.yml").write_text("slots_config: {a: {dim: 4}}\n")
@@ -136,7 +136,7 @@ def test_the_image_of_the_tests_adds_their_requirements() -> None:
     "file", ["/usr/local/bin/persia-embedding-sharded-server", "/opt/venv/lib/*/site-packages/persia_core/*.so"]
 )
 def test_no_vector_instruction_is_a_function_of_its_own(file: str, tmp_path: Path) -> None:
-    """A closure or an iterator between a loop and an instruction can turn it into a call, three times as slow."""
+    """A closure or an iterator around a vector instruction can turn it into a call, which is three times as slow."""
     command = ["docker", "run", "--rm", "--entrypoint", "sh", "persia/runtime:dev", "-c", f"cat {file}"]
     (tmp_path / "binary").write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
     symbols = subprocess.run(["nm", "-C", tmp_path / "binary"], check=True, capture_output=True, text=True).stdout
@@ -167,8 +167,8 @@ def test_a_change_of_the_sources_does_not_install_pytorch_again(tmp_path: Path) 
         before, after = layers("persia/runtime:dev"), layers(image)
         assert before != after
         shared = sum(1 for one, other in zip(before, after, strict=True) if one == other)
-        # The layers of the base, its certificates, Python, PyTorch, the other requirements, and those before the
-        # sources.
+        # The shared layers are the base, its certificates, Python, PyTorch, the other requirements, and those before
+        # the sources.
         assert shared >= 6
     finally:
         docker("image", "rm", "--force", image, check=False)

@@ -1,4 +1,4 @@
-"""A compose file in PersiaML's style, with its names of images and variables, and no setting that only Persia has."""
+"""A compose file in PersiaML's style, with PersiaML's image and variable names, and without settings of Persia."""
 
 import os
 import re
@@ -24,7 +24,7 @@ AS_PUBLISHED = 'FROM persia/nats:dev\nENTRYPOINT ["nats-server"]\nCMD []\n'
 
 @pytest.fixture(scope="module")
 def persiaml_images(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The images that the file names."""
+    """The images that the compose file names."""
     docker("compose", "build", "trainer", timeout=BUILD, env=FILES)
     if docker("image", "inspect", NATS, check=False).returncode == 0:
         yield
@@ -38,7 +38,7 @@ def persiaml_images(images: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def folder(persiaml_images: None, tmp_path: Path) -> Iterator[Path]:
-    """A folder of scripts with the file. What containers wrote there belongs to root."""
+    """A folder with the scripts and the compose file. Files that containers write belong to root."""
     copy = Path(shutil.copytree(PAIR, tmp_path / "workspace", ignore=shutil.ignore_patterns("__pycache__", "runs")))
     yield copy
     docker("run", "--rm", "--volume", f"{copy}:/workspace", IMAGE, "sh", "-c", "rm -rf .persia runs __pycache__")
@@ -46,7 +46,7 @@ def folder(persiaml_images: None, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def embedded(folder: Path) -> tuple[str, str]:
-    """AUC and rows of the embedded mode, in the same image."""
+    """AUC and number of rows of the embedded mode, in the same image."""
     given = ["--env-file", str(folder / ".docker.env"), "--volume", f"{folder}:/workspace"]
     done = docker("run", "--rm", *given, IMAGE, "python", "train.py", timeout=600)
     found = EQUAL.search(done.stdout)
@@ -55,7 +55,7 @@ def embedded(folder: Path) -> tuple[str, str]:
 
 
 def compose(folder: Path, *arguments: str, check: bool = True) -> str:
-    """Run ``docker compose`` as a user in that folder does; return all output."""
+    """Run ``docker compose`` as a user of the folder does, and return all output."""
     done = docker("compose", "--project-directory", str(folder), "--project-name", NAME, *arguments, check=check,
                   env={"COMPOSE_FILE": str(folder / "docker-compose.yml"), "COMPOSE_ANSI": "never"})  # fmt: skip
     return done.stdout + done.stderr

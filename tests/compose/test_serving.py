@@ -1,4 +1,4 @@
-"""The service `serving`: a bundle that this host has exported, served by the serving image, and its stock clients."""
+"""The service `serving`: the serving image serves a bundle that this host has exported, to stock clients."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ TRAINING = ("cloudpickle", "matplotlib", "nats-python", "obstore", "psutil", "py
 
 @pytest.fixture(scope="module")
 def image(engine: None) -> str:
-    """Build the image, as the page says."""
+    """Build the image with the documented command."""
     docker("compose", "build", timeout=BUILD, env=OVERLAY)
     return "persia/serving:dev"
 
@@ -68,15 +68,15 @@ def ask(port: int, path: str, content: Any = None, token: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Service:
-    """The service `serving`, and what its clients need.
+    """The service `serving`, and the data that its clients need.
 
     Attributes:
-        project: Its project.
+        project: The project of the service.
         http: The published port for HTTP.
         grpc: The published port for gRPC.
         token: The token.
         rows: Rows as records.
-        scores: Their scores by the bundle.
+        scores: The scores of the rows by the bundle.
         identity: The identity of the bundle.
         columns: The columns of the rows with their datatypes.
     """
@@ -93,7 +93,7 @@ class Service:
 
 @contextmanager
 def running(models: Path) -> Iterator[Service]:
-    """Start the service over a folder of versions, wait until it is healthy, and remove it with the block."""
+    """Start the service with a folder of versions, wait until it is healthy, and remove it at the end of the block."""
     http, remote = find_free_port(), find_free_port()
     variables = {
         **OVERLAY,
@@ -120,7 +120,7 @@ def running(models: Path) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def service(image: str, models: Path) -> Iterator[Service]:
-    """A service for the tests that leave it as it is."""
+    """A service for the tests that do not change it."""
     with running(models) as service:
         yield service
 

@@ -75,7 +75,7 @@ def test_a_mounted_table_trains_without_a_script(stacks: Stacks, tmp_path: Path)
     assert summary["world_size"] == 2
     assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
     assert "rows read and transformed" in project.logs("data_compose")
-    for service in ("emb_server", "middleware"):  # 1: not serving yet, or not any more
+    for service in ("emb_server", "middleware"):  # 1: the service does not serve yet, or has stopped
         probes = project.inspect(service, "{{range .State.Health.Log}}{{.ExitCode}} {{end}}")
         assert all(codes and {*codes.split()} <= {"0", "1"} for codes in probes), probes
 
@@ -85,7 +85,7 @@ def test_reverse_order_and_a_restart_of_nats_change_nothing(stacks: Stacks) -> N
     project = stacks(EXAMPLE, **SHORT)
     for service in ("data_compose", "trainer", "middleware", "emb_server"):
         project.up(service)
-    project.says("emb_server", "NATS")  # it logs what it waits for
+    project.says("emb_server", "NATS")  # the server logs that it waits for NATS
     project.up("persia_nats_service")
     project.says("trainer", "generation 1")
     project("restart", "--timeout", "1", "persia_nats_service")
@@ -119,7 +119,7 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_the_stack_speaks_tls(stacks: Stacks) -> None:
-    """With certificates as described in SECURITY.md."""
+    """The certificates are made as SECURITY.md describes."""
     files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
     chosen = {f"PERSIA_TLS_{name}": f"/workspace/tls/{file}" for name, file in files.items()}
     project = stacks(EXAMPLE, **SMALL, **chosen)
@@ -290,7 +290,7 @@ def test_containers_have_no_rights(serving: Project) -> None:
 
 @pytest.mark.slow
 def test_pytest_passes_in_the_trainer(stacks: Stacks) -> None:
-    """As in README.md: compose starts the servers, and the run ends within the promised five minutes."""
+    """Compose starts the servers, and the run ends within five minutes, as README.md promises."""
     project = stacks(EXAMPLE)
     result = project("run", "--rm", "--no-TTY", "trainer", "pytest", timeout=300, check=False)
     assert result.returncode == 0, result.stdout[-6000:]

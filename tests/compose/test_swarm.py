@@ -29,7 +29,7 @@ def swarm() -> Iterator[None]:
     docker("swarm", "init", "--advertise-addr", "127.0.0.1")
     yield
     docker("stack", "rm", NAME, check=False)
-    # A container that still ends keeps its volumes and networks.
+    # A container that is still ending keeps its volumes and networks.
     mine = ["--filter", f"label=com.docker.stack.namespace={NAME}"]
     wait_until("the stack's containers to end", lambda: not docker("ps", "--all", "--quiet", *mine).stdout, 90)
     docker("swarm", "leave", "--force")
@@ -75,7 +75,7 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("swarm")
 def test_the_overlay_of_several_machines_trains_on_one(tmp_path: Path) -> None:
-    """With the secret and the folders that docs/three-machines.md creates; the stack has no volume with a secret."""
+    """Secret and folders are created as in docs/three-machines.md. No volume of the stack has a secret."""
     workspace = tmp_path / "workspace"
     shutil.copytree(EXAMPLE, workspace)
     for name in ("checkpoints", "runs"):
@@ -110,7 +110,7 @@ def test_the_overlay_of_several_machines_trains_on_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("swarm")
 def test_a_compose_file_of_persiaml_trains_on_a_swarm(folder: Path, embedded: tuple[str, str]) -> None:
-    """A swarm reads the env file with another parser."""
+    """A swarm parses the env file differently from compose."""
     # A kernel may lack the support for the virtual addresses that a swarm assigns to names.
     overlay = folder / "dnsrr.yml"
     overlay.write_text('version: "3.8"\nservices: {persia_nats_service: {deploy: {endpoint_mode: dnsrr}}}\n')

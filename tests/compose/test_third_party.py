@@ -1,4 +1,4 @@
-"""The user's own builds: the development image makes them, every container uses them first, and results are equal."""
+"""User builds in third_party/: the development image makes them, containers prefer them, and results are equal."""
 
 import os
 import re
@@ -141,7 +141,7 @@ def test_each_component_has_a_section() -> None:
 
 @pytest.mark.row("S1-06", "S1-11", "S1-13", "S1-14", "S1-24")
 def test_the_commands_for_containers(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the page's second table, one after the other, in the folder of the stack."""
+    """The commands of the page's second table run one after the other in the folder of the stack."""
     commands = table_commands("With containers")
     assert len(commands) == 11 and commands[-1] == "docker compose down --volumes"
     persia = f"{sys.executable} -m persia"

@@ -41,7 +41,7 @@ def swarm() -> Iterator[Swarm]:
 
 
 class Job:
-    """The demo on the swarm, and its shared folder; with a ``store``, its checkpoints are in this object store."""
+    """The demo on the swarm, and its shared folder. With a ``store``, the checkpoints are in this object store."""
 
     def __init__(self, swarm: Swarm, folder: Path, store: Server | None) -> None:
         self.swarm, self.shared, self._store = swarm, folder / "shared", store
@@ -130,7 +130,7 @@ def test_a_drained_machine_costs_no_step_and_a_lost_one_changes_no_result(
     used = {task["node"] for service in services for task in swarm.tasks(service)}
     assert used == {swarm.node(machine) for machine in swarm.machines}, "the job is on three machines"
 
-    # As docs/three-machines.md drains a machine.
+    # Drain the machine as docs/three-machines.md does.
     job.scale_trainers(0)
     job.wait("the trainers to save", lambda: not swarm.tasks(f"{NAME}_trainer") and trainers_ended(swarm))
     step = job.saved()

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: skipped without one, refused under ``make test-gpu``."""
+"""Tests that need a CUDA device. Without one, they are skipped, or fail under ``make test-gpu``."""
 
 import os
 
@@ -9,7 +9,7 @@ import persia_core
 
 
 def missing() -> str:
-    """Return the reason why they cannot run here; empty if they can."""
+    """Return the reason why the tests cannot run here; empty if they can."""
     if "cuda" not in persia_core.FEATURES:
         return f"{persia_core.__file__} was built without the feature cuda: make setup"
     if not torch.cuda.is_available():
@@ -18,7 +18,7 @@ def missing() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip them, or fail immediately if they were requested."""
+    """Skip the tests, or fail immediately if they were requested."""
     mine = [item for item in items if "gpu" in item.path.parts]
     reason = missing()
     if not mine or not reason:

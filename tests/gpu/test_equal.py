@@ -34,7 +34,7 @@ loss_fn = torch.nn.BCEWithLogitsLoss()
 
 
 class Everything(IterableDataset):
-    """Batches with every kind of feature, among them empty samples, weights, and one id that is used often."""
+    """Batches with every kind of feature, with empty samples, weights, and one frequent id."""
 
     def __init__(self, count: int, batch_size: int = 64) -> None:
         super().__init__(buffer_size=4)
@@ -46,7 +46,7 @@ class Everything(IterableDataset):
         features: list[Any] = [IDTypeFeatureWithSingleID("single", rng.integers(0, 99, self.batch_size, np.uint64))]
         for name in NAMES[1:]:
             lists = [rng.integers(0, 99, rng.integers(0, 6), np.uint64) for _ in range(self.batch_size)]
-            lists[3] = np.full(900, 7, np.uint64)  # enough for more than one thread to add them
+            lists[3] = np.full(900, 7, np.uint64)  # so many ids that several threads add their gradients
             weights = None
             if name == "summed":
                 weights = [rng.standard_normal(len(ids), np.float32) for ids in lists]
@@ -61,7 +61,7 @@ class Everything(IterableDataset):
 
 
 class Wide(torch.nn.Module):
-    """One layer over everything; float64, so that the order of its own sums has no visible effect."""
+    """One layer over all inputs, in float64, so the order of its own sums has no visible effect."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The memory of a CUDA device: what happens where it runs out, and what a run that is closed leaves."""
+"""The memory of a CUDA device: behavior when the memory runs out, and the memory that a closed run leaves."""
 
 import gc
 import sys
@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from test_trainer_memory import SGD, results, small
 from trainer_files import fit
 
-# Torch decides once per process whether it can be deterministic, and an earlier test may have decided otherwise. With
-# staleness 1, runs on one device are equal except for rounding.
+# Torch decides once per process whether its operations are deterministic, so an earlier test may have disabled this.
+# With staleness 1, runs on one device are equal except for rounding.
 TRAIN: dict[str, Any] = {**SGD, "reproducible": False, "staleness": 1}
 LARGE = 1 << 22
 """Numbers of the largest tensor that a report names."""
@@ -39,13 +39,13 @@ class Greedy(torch.nn.Module):
         self.sizes.append(len(output))
         output = output + 0.0 * scratch[:, :1] + 0.0 * self.large[0]
         del scratch
-        torch.cuda.empty_cache()  # a part of the freed block may otherwise get a gradient, and the rest is too small
+        torch.cuda.empty_cache()  # otherwise a gradient may get a part of the freed block, and the rest is too small
         return output
 
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train on device 0, which nothing else uses much."""
+    """Train on device 0, whose memory other programs hardly use."""
     monkeypatch.setenv("GPU_NUM", "1")
 
 
@@ -54,7 +54,7 @@ def device_bytes() -> int:
 
 
 def held() -> tuple[int, int]:
-    """Return the bytes of tensors on the device, and its free bytes, after everything that can be freed is freed."""
+    """Free all unused memory, and return the bytes of tensors on the device and its free bytes."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()  # workspaces exist until the process ends, and belong to no run

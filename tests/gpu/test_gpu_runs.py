@@ -146,11 +146,11 @@ def test_the_doctor_sees_the_devices(tmp_path: Path, verb: Verb, monkeypatch: py
     assert "CUDA_VISIBLE_DEVICES='-1' hides them" in hidden
 
 
-# --- Use by each process
+# --- The use of a GPU by each process
 
 
 def driver() -> gpus.Gpus:
-    """Return what asks the driver."""
+    """Return the object that queries the driver."""
     found = gpus.find()
     assert isinstance(found, gpus._Nvml), "install the extra for GPUs: pip install nvidia-ml-py"
     return found
@@ -174,7 +174,7 @@ def test_a_process_has_its_use_of_its_device(tmp_path: Path) -> None:
         (device,) = [each for each in driver().sample() if each.uuid == uuid]
         assert row.gpu == index and row.gpu_used_bytes is not None and row.gpu_percent is not None
         assert 1 << 30 <= row.gpu_used_bytes <= device.total_bytes and 0 < row.gpu_percent <= 100
-        if device.processes:  # in a container there are none, and the values are those of the whole device
+        if device.processes:  # a container shows no processes, and the values are those of the whole device
             assert row.gpu_used_bytes < device.used_bytes
     finally:
         process.kill()

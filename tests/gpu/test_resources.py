@@ -1,4 +1,4 @@
-"""The costs of a CUDA device: memory that does not grow, and one wait in a step."""
+"""The resources that a CUDA device needs: memory that does not grow, and one wait in each step."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ WAITS = {
 
 
 class Again(Batches):
-    """The same 50 batches again and again; to make them takes longer than to train on them."""
+    """The same 50 batches repeatedly, because creating batches takes longer than training on them."""
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         batches = [self.batch(number) for number in range(50)]
@@ -64,7 +64,7 @@ def test_device_memory_does_not_grow_over_10000_steps(configure: Configure) -> N
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_step_waits_for_the_device_once(configure: Configure) -> None:
-    """It waits for the flag that says whether all is finite; the push thread waits for its copy in the background."""
+    """A step waits for the flag that says whether all values are finite. The push thread waits in the background."""
     configure("a: {dim: 4}\nb: {dim: 4}")
     steps = 20
     with make() as ctx:

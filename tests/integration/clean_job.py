@@ -1,8 +1,8 @@
 """Train a job without a fault for a while, and list every alarm: ``make clean-hour MINUTES=60``.
 
 The job has two servers, a middleware, a data-compose and two ranks, the watchdog with a short limit, the search for
-leaks, and a Prometheus with the alert rules of ``services/monitor``. The ranks sleep in their forward, so that the job
-needs a small part of a processor and shows what a busy machine does to the rules.
+leaks, and a Prometheus with the alert rules of ``services/monitor``. The ranks sleep in their forward pass, so the job
+needs little processor time. An alarm therefore shows the effect of a busy machine on the rules.
 """
 
 import argparse
@@ -93,11 +93,11 @@ EXPECTED = re.compile(
 
 @dataclass(frozen=True)
 class Result:
-    """What was seen.
+    """The observations of a job.
 
     Attributes:
         alarms: Warnings and errors of logs, reports of leaks, and alerts that fired.
-        gaps: What was not observed, so that no alarm means nothing.
+        gaps: Missing observations, without which the absence of alarms means nothing.
         facts: Numbers of the run.
     """
 
@@ -136,7 +136,7 @@ def persia(*words: str, env: dict[str, str], folder: Path) -> str:
 
 
 def watched(programs: Path, folder: Path, env: dict[str, str]) -> prometheus.Program:
-    """Return a Prometheus with the intervals and the rules of the stack, that scrapes the job."""
+    """Return a Prometheus that scrapes the job, with the intervals and the rules of the stack."""
     targets = folder / "targets.json"
 
     def all_are_found() -> bool:
@@ -167,7 +167,7 @@ def loud_lines(folder: Path) -> list[str]:
 
 
 def fired(seen: prometheus.Program, seconds: float) -> list[str]:
-    """Return the alerts that have fired, with the seconds for which they did."""
+    """Return the alerts that have fired, with the seconds for which they fired."""
     interval = int(yaml.safe_load((MONITOR / "prometheus.yml").read_text())["global"]["evaluation_interval"][:-1])
     window = f"[{int(seconds) + 60}s]"
     series = seen.query(f'ALERTS{{alertstate="firing"}}{window}')
@@ -179,7 +179,7 @@ def fired(seen: prometheus.Program, seconds: float) -> list[str]:
 
 
 def unobserved(seen: prometheus.Program, folder: Path, seconds: float) -> list[str]:
-    """Return what a silent hour would prove nothing about."""
+    """Return the gaps in the observation, about which an hour without alarms proves nothing."""
     due = seconds / int(seen.get("targets")["activeTargets"][0]["scrapeInterval"][:-1])
     counts = {
         f"{each['metric'].get('service')} {each['metric'].get('replica')}": float(each["value"][1])
@@ -207,7 +207,7 @@ def used(one: Up) -> float:
 
 
 def observe(folder: Path, programs: Path, seconds: float, **model: float) -> Result:
-    """Train for some time, and return what was seen. The end of the job is no part of it."""
+    """Train for some time, and return the observations. They exclude the end of the job."""
     with job(folder, **model) as (one, env):
         seen = watched(programs, folder, env)
         try:
@@ -234,7 +234,7 @@ def observe(folder: Path, programs: Path, seconds: float, **model: float) -> Res
 
 
 def main() -> int:
-    """Return 0 if the job was observed, and gave no alarm."""
+    """Return 0 if the job was observed and caused no alarm."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     minutes = parser.parse_args().minutes

@@ -1,6 +1,6 @@
-"""A loop of the user's own around EmbeddingCollection, on one rank or under DDP; the result is written to ``out``.
+"""A user's loop around EmbeddingCollection, on one rank or under DDP. The script writes the result to ``out``.
 
-JSON in its argument has further actions.
+The JSON in its argument has further actions.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ MANY = 1_100_000  # ids per feature; a look-up of two such features exceeds the 
 
 
 def slow(step: int) -> float:
-    """A learning rate that rank 1 computes slowly, so that its push is late."""
+    """A learning rate that rank 1 computes slowly, which delays its push."""
     if RANK == 1 and step in PLAN["late"]:
         push_late(Path(PLAN["marks"]), step)
     return 1.0
 
 
 def waits_for(step: int) -> contextlib.AbstractContextManager[None]:
-    """Let the push of rank 1 come while rank 0 waits for it in the block."""
+    """In the block, let the push of rank 1 arrive while rank 0 waits for it."""
     return waits(Path(PLAN["marks"]), step) if RANK == 0 else contextlib.nullcontext()
 
 
@@ -122,7 +122,7 @@ class Loop:
         barrier()
 
     def save_and_load(self, folder: str) -> None:
-        """Continue from a checkpoint of the middle of training: the same rows on every rank, and the same result."""
+        """Continue from a checkpoint of the middle of training. All ranks must have equal rows and results."""
         self.train(0, 10)
         everything = torch.nn.ModuleDict({"model": self.model, "tables": self.tables})
         state = copy.deepcopy(everything.state_dict())
@@ -155,7 +155,7 @@ class Loop:
         self.apply()
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, first[name]), name
-        with fails(CheckpointError, "nothing"):  # on every rank; afterwards the ranks continue
+        with fails(CheckpointError, "nothing"):  # raised on every rank; afterwards, the ranks continue
             self.tables.load(str(Path(folder) / "nothing"))
 
 
@@ -169,7 +169,7 @@ class Broken:
 
 @contextlib.contextmanager
 def fails(kind: type[Exception], text: str) -> Iterator[None]:
-    """Check that the block raises this."""
+    """Check that the block raises an error of this class with this text."""
     try:
         yield
     except kind as error:

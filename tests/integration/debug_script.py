@@ -1,4 +1,4 @@
-"""The script of the ranks in the tests of the debugger; its first argument names a part of it."""
+"""The script of the ranks in the tests of the debugger. Its first argument names a part of it."""
 
 import faulthandler
 import json
@@ -23,7 +23,7 @@ IMPATIENT = timedelta(seconds=1)
 
 
 def say(text: str) -> None:
-    """Print a line, at once."""
+    """Print a line without buffering."""
     sys.stdout.write(f"[{RANK}] {text}\n")
     sys.stdout.flush()
 
@@ -35,7 +35,7 @@ def added(value: int) -> int:
 
 
 def one(passed: Path) -> None:
-    """Stop one rank, which comes last; the others run on, to the barrier."""
+    """Stop one rank, which arrives last. The others continue to the barrier."""
     if RANK == 1:
         wait_until("rank 0 to run on", passed.exists, 60)
     value = 40
@@ -48,7 +48,7 @@ def one(passed: Path) -> None:
 
 
 def two(late: Path) -> None:
-    """The rank that is debugged comes last."""
+    """Let the debugged rank arrive last."""
     if RANK == 1:
         wait_until("the test to let rank 1 come", late.exists, 60)
     breakpoint_(False)
@@ -57,14 +57,14 @@ def two(late: Path) -> None:
 
 
 def three() -> None:
-    """Is continued without clear_()."""
+    """Stop at a breakpoint that is continued without clear_()."""
     breakpoint_(False)
     say("three")
     distributed.barrier()
 
 
 def framed() -> None:
-    """Has another breakpoint of pdb below."""
+    """Stop before a line at which a test sets a breakpoint of pdb."""
     breakpoint_(False)
     later = "later"
     say(f"framed {later}")
@@ -124,7 +124,7 @@ def grouped() -> None:
 
 def recorded() -> None:
     """Record digests of a loop without TrainCtx."""
-    import pdb_utils  # type: ignore[import-not-found]  # the launcher has its folder on PYTHONPATH
+    import pdb_utils  # type: ignore[import-not-found]  # the launcher adds the folder of this module to PYTHONPATH
 
     assert pdb_utils.breakpoint_ is breakpoint_ and pdb_utils.clear_ is clear_
     for step in range(1, 5):
@@ -132,7 +132,7 @@ def recorded() -> None:
 
 
 def endless() -> None:
-    """Wait for what never comes."""
+    """Wait forever."""
     breakpoint_()
     say("endless")
     threading.Event().wait()
@@ -146,7 +146,7 @@ def broken(depth: int) -> None:
 
 
 def failing() -> None:
-    """Fail on the last rank, as the others wait for it."""
+    """Fail on the last rank while the others wait for it."""
     distributed.init_process_group("gloo", timeout=IMPATIENT)
     breakpoint_(False)
     broken(7)
@@ -154,7 +154,7 @@ def failing() -> None:
 
 
 def crashing() -> None:
-    """Crash in C on rank 0, as rank 1 is in the background of it."""
+    """Crash in C on rank 0 while rank 1 runs in the background."""
     distributed.init_process_group("gloo")
     distributed.barrier()
     if RANK == 0:

@@ -13,7 +13,7 @@ from persia.nn import EmbeddingCollection, TableConfig
 ids = np.arange(200, dtype=np.uint64)
 wanted = PersiaBatch([IDTypeFeatureWithSingleID("a", ids), IDTypeFeatureWithSingleID("b", ids)], requires_grad=False)
 with eval_ctx() as ctx:
-    for change in sys.argv[1:]:  # calls that a process that only evaluates may not make in a run
+    for change in sys.argv[1:]:  # a process that only evaluates must not make these calls during a run
         getattr(ctx, change)(*([] if change == "clear_embeddings" else [os.environ["PERSIA_CKPT_DIR"]]))
     rows, _ = (from_dlpack(tensor) for tensor in ctx.get_embedding_from_data(wanted).embeddings())
     sizes, found = ctx.get_embedding_size(), int((rows != 0).any(1).sum())

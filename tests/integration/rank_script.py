@@ -1,6 +1,6 @@
-"""The script of a rank in the tests of several ranks; its argument is a plan in JSON.
+"""The script of a rank in the tests of several ranks. Its argument is a plan in JSON.
 
-Every rank trains on its part of the same global batches. At the end rank 0 writes the rows of all ids and the model's
+Every rank trains on its part of the same global batches. At the end, rank 0 writes the rows of all ids and the model's
 weights to ``out``.
 """
 
@@ -50,8 +50,8 @@ PLAN: dict[str, Any] = {
     "parallel": "ddp",
     "nonfinite": "skip",
     "clip": None,
-    "parts": {},  # rows in the model at a time, by rank
-    "leave": [],  # steps of which the last part is not back-propagated
+    "parts": {},  # the micro-batch size, by rank
+    "leave": [],  # steps whose last part is not back-propagated
     "gather": False,  # gather weights and evaluate on rank 0, between a load and the first loop
     "regions": None,
     "compression": None,  # arguments of Compression
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Optimizer] = {"SGD": SGD(0.1), "Adagrad": Adagrad(0.1), "A
 
 
 class Part(IterableDataset):
-    """This rank's part of every global batch."""
+    """The part of this rank in every global batch."""
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         for number in range(PLAN["steps"] + PLAN["more"].get(str(RANK), 0)):
@@ -77,7 +77,7 @@ class Part(IterableDataset):
 
 
 class StatefulPart(Part):
-    """Like ``Part``, but it can be continued."""
+    """Like ``Part``, but with a state dict by which it continues."""
 
     next = 0
 
@@ -92,7 +92,7 @@ class StatefulPart(Part):
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after them."""
+        """Continue after the batches that were yielded."""
         self.next = state_dict["next"]
 
 
@@ -163,7 +163,7 @@ def hang() -> None:
 
 
 def prompt() -> None:
-    """Be at the prompt of the debugger for longer than any limit; the other ranks have no breakpoint."""
+    """Stay at the prompt of the debugger for longer than any limit, on a rank where the others have no breakpoint."""
     session, began = debugger(), time.monotonic()
     with session.prompting(sys._getframe()):
         wait_until("the limits to pass", lambda: time.monotonic() - began > PLAN["prompt"]["seconds"], 60)
@@ -181,13 +181,13 @@ class Late(distributed.DDPOption):
 
 
 def averaged() -> distributed.DDPOption:
-    """Return DDP with what the plan has of regions and compression."""
+    """Return DDP with the regions and the compression of the plan."""
     compression = None if PLAN["compression"] is None else distributed.Compression(**PLAN["compression"])
     return Late("tcp", "gloo", regions=PLAN["regions"], compression=compression)
 
 
 def evaluate(model: torch.nn.Module | None) -> None:
-    """Run the model on this rank alone, as the others wait at their next step."""
+    """Run the model on this rank alone, while the other ranks wait at their next step."""
     with eval_ctx(model=model) as ctx:
         for batch in DataLoader(Part(buffer_size=4)):
             output, _ = ctx.forward(batch)
@@ -195,14 +195,14 @@ def evaluate(model: torch.nn.Module | None) -> None:
 
 
 def train(ctx: TrainCtx) -> None:
-    """Train on everything, as many times as planned."""
+    """Train on all batches, as many times as the plan has."""
     loader = DataLoader(DATASETS[PLAN["data"]](buffer_size=4), reproducible=PLAN["reproducible"])
     for _ in range(PLAN["passes"]):
         train_once(ctx, loader)
 
 
 def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
-    """Make one pass."""
+    """Train one pass."""
     loss_fn = torch.nn.BCEWithLogitsLoss()
     for batch in loader:
         before(batch.step)
@@ -226,7 +226,7 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
 
 
 def divided(ctx: TrainCtx, batch: TrainingBatch, rows: int) -> None:
-    """Train on some rows of a batch at a time; leave some steps in their middle."""
+    """Train in micro-batches. Leave some steps in their middle."""
     for part in ctx.micro_batches(batch, rows):
         output, labels = ctx.forward(part)
         leaves = batch.step in PLAN["leave"]
@@ -290,7 +290,7 @@ def main() -> None:
             distributed.report({"sizes": ctx.get_embedding_size(), "step": ctx.step})
         weights = sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()
         peers = distributed.peers()
-        all_weights = [weights] if peers is None else peers.all_gather("weights", weights)  # no rank leaves before this
+        all_weights = [weights] if peers is None else peers.all_gather("weights", weights)  # no rank ends earlier
         distributed.report({"equal_weights": len(set(all_weights)) == 1, "skipped": ctx.skipped_steps})
         sent = ctx.comm_stats()["dense_bytes"]
         distributed.report({"dense_bytes": [sent] if peers is None else peers.all_gather("bytes", sent)})

@@ -20,7 +20,7 @@ STEPS = 8
 
 
 class Result:
-    """A finished run: its rows and weights, and its report."""
+    """The rows, the weights and the report of a finished run."""
 
     def __init__(self, stack: Stack, out: Path) -> None:
         self.arrays = dict(np.load(out))
@@ -42,7 +42,7 @@ class Result:
 
 
 def trained(stack: Stack, ranks: int, code: int = 0, **plan: Any) -> tuple[Part, Result | None]:
-    """Train, and return the trainer and its result, if it has ended well."""
+    """Train, and return the trainer, and its result if it exited with 0."""
     out = stack.folder / "out.npz"
     out.unlink(missing_ok=True)
     trainer = stack.trainer(SCRIPT, json.dumps({"steps": STEPS, "out": str(out), **plan}), ranks=ranks)
@@ -82,7 +82,7 @@ def test_regions_without_a_rank_are_refused(make_stack: MakeStack) -> None:
 
 @pytest.mark.row("S4-24")
 def test_half_the_bytes_are_sent_in_half_precision(make_stack: MakeStack) -> None:
-    """See above for fp16."""
+    """The test of regions has the same check for fp16."""
     stack = make_stack()
     flat, half = result(stack, 2), result(stack, 2, compression={"name": "bf16"})
     assert half.sent("across_regions") == [STEPS * GRADIENTS // 2] * 2
@@ -94,7 +94,7 @@ POWERSGD = {"name": "powersgd", "rank": 1, "start_iter": 3}
 
 @pytest.mark.row("S4-24")
 def test_powersgd_sends_less_and_a_resumed_run_has_the_bits_of_an_undisturbed_one(make_stack: MakeStack) -> None:
-    """Its state of each rank is in checkpoints: errors, thin matrices, random state, the number of steps."""
+    """Checkpoints have the state of PowerSGD of each rank: errors, thin matrices, random state and number of steps."""
     stack = make_stack()
     plan: dict[str, Any] = {"steps": 14, "data": "stateful", "compression": POWERSGD}
     flat = result(stack, 2, steps=14, data="stateful")
@@ -108,7 +108,7 @@ def test_powersgd_sends_less_and_a_resumed_run_has_the_bits_of_an_undisturbed_on
     trainer.says("as the plan wants")
     resumed = result(stack, 2, **plan, checkpoints=saves)
     assert resumed.equals(undisturbed)
-    assert resumed.sent("gradients")[0] < undisturbed.sent("gradients")[0]  # it has resumed, not restarted
+    assert resumed.sent("gradients")[0] < undisturbed.sent("gradients")[0]  # the run has resumed, not restarted
 
 
 @pytest.mark.row("S4-24")
@@ -122,14 +122,14 @@ def test_a_skipped_step_leaves_no_nan_in_the_errors_of_powersgd(make_stack: Make
 @pytest.mark.nightly
 @pytest.mark.row("S4-24")
 def test_powersgd_begins_again_after_a_checkpoint_of_other_ranks_and_of_one_by_hand(make_stack: MakeStack) -> None:
-    """Ranks of which one has begun again and another has not would send different things."""
+    """If only some ranks began again, the ranks would send different tensors."""
     stack = make_stack()
     plan: dict[str, Any] = {"steps": 9, "compression": POWERSGD}
     result(stack, 2, **plan, dump={"dir": "hand", "all": False})
     trainer, _ = trained(stack, 2, **plan, load={"dir": "hand", "all": False})
     trainer.says("PowerSGD starts without a state: the checkpoint has the states of 1 of 2 ranks")
     saves = {"folder": "two", "every": 3}
-    # At step 8 the checkpoint of step 3 is written: the cut behind step 6 has waited for it.
+    # At step 8 the checkpoint of step 3 is complete, because the cut after step 6 waits for it.
     trained(stack, 2, code=1, **plan, checkpoints=saves, **{"raise": {"rank": 1, "step": 8}})
     trainer, found = trained(stack, 3, **plan, checkpoints=saves)
     assert found is not None and found.report["equal_weights"]

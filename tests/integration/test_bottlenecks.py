@@ -1,4 +1,4 @@
-"""What limits a run on servers: servers, staleness, a rank, uneven ids, the disk of a log, reading, threads."""
+"""Bottlenecks of a run on servers: servers, staleness, a rank, uneven ids, the disk of a log, reading, threads."""
 
 import contextlib
 import shutil
@@ -83,7 +83,7 @@ with (
 
 @contextlib.contextmanager
 def slowed(server: Part, stopped_s: float = 0.15, runs_s: float = 0.004) -> Iterator[None]:
-    """Let a server run for a small part of the time, so that requests take longer than a model on a busy machine."""
+    """Let a server run only part of the time, so its requests take longer than the model, even on a busy machine."""
     end = threading.Event()
 
     def pulse() -> None:
@@ -123,7 +123,7 @@ def traced(pid: int) -> bool:
     """Return whether every thread of a process has a tracer."""
     tasks = []
     for task in [*Path(f"/proc/{pid}/task").iterdir()]:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended in the meantime
             tasks.append((task / "status").read_text())
     return all("TracerPid:\t0\n" not in text for text in tasks)
 
@@ -181,7 +181,7 @@ def test_reading_and_threads_are_named_on_servers_too(make_stack: MakeStack, tmp
 @pytest.mark.row("S4-62")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, which delays the syncs of a server")
 def test_a_server_whose_log_waits_for_its_disk_is_named(make_stack: MakeStack, tmp_path: Path) -> None:
-    """A server accepts requests while its log is less than two seconds behind its disk."""
+    """A server accepts requests while the oldest unsynced record of its log is less than two seconds old."""
     stack = make_stack(servers=2, log="every_second")
     found = advised(stack, tmp_path, "disk", steps=500, disk=stack.parts["server-1"])
     assert found.limit in ("lookup", "push") and "server 1 waited" in found.text, str(found)

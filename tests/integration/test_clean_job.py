@@ -1,4 +1,4 @@
-"""A job without a fault gives no alarm, and a fault gives one. ``make clean-hour`` does the first for an hour."""
+"""A job without a fault causes no alarm, and a fault causes one. ``make clean-hour`` trains for an hour."""
 
 from pathlib import Path
 

@@ -86,7 +86,7 @@ def stops(terminal: Terminal, number: int) -> Path:
 @pytest.mark.row("S2-17")
 def test_a_person_debugs_one_of_two_ranks(start: Start, tmp_path: Path) -> None:
     for stale in ("debug_counter_0.txt", "debug_counter_deadbeef_0.txt", "debug_counter_deadbeef_1.txt"):
-        (tmp_path / stale).write_text("{}")  # files of runs that crashed
+        (tmp_path / stale).write_text("{}")  # breakpoint files of crashed runs
     late, env = tmp_path / "late", {"BREAKPOINT_TMP_FILE_PATH": str(tmp_path)}
     arguments = ["tour", str(late), "--lr", "0.1"]
     command = ("-m", "persia", "debug", "run", "--rank", 1, "--nproc", 2, "--", SCRIPT, *arguments)
@@ -152,7 +152,7 @@ def a_late_rank_is_waited_for(terminal: Terminal, folder: Path, late: Path) -> N
 
 
 def continuing_clears(terminal: Terminal, folder: Path) -> None:
-    """A person who forgets clear_() is told, and nothing hangs."""
+    """A person who forgets clear_() gets a message, and nothing hangs."""
     stops(terminal, 2)
     says(folder, 0, "debug_counter")
     assert "[0] three" not in log_of(folder, 0)
@@ -288,7 +288,7 @@ def test_without_a_terminal_no_rank_stops_and_none_waits(no_job: None, tmp_path:
 
 
 def test_ranks_on_two_hosts_share_breakpoints_by_the_store(start: Start, tmp_path: Path) -> None:
-    """Two launchers, each of one rank, as on two hosts; they have no folder in common."""
+    """Two launchers with one rank each represent two hosts. They share no folder."""
     port = find_free_port()
     terminals = []
     for node in range(2):

@@ -79,7 +79,7 @@ def assert_bit_equal(one: Result, other: Result) -> None:
 def test_a_reproducible_run_is_bit_equal_wherever_its_rows_are(
     make_stack: MakeStack, configure: Configure, tmp_path: Path, optimizer: str
 ) -> None:
-    """Eviction included: the capacity is below the number of ids."""
+    """The capacity is below the number of ids, so rows are evicted."""
     plan = {"steps": 40, "ids": 2000, "optimizer": optimizer}
     inside = embedded(configure, tmp_path, 512, plan)
     missing = int((inside["a"] == 0).all(1).sum())
@@ -91,7 +91,7 @@ def test_a_reproducible_run_is_bit_equal_wherever_its_rows_are(
 def test_slots_of_every_kind_are_bit_equal_wherever_their_rows_are(
     make_stack: MakeStack, configure: Configure, tmp_path: Path
 ) -> None:
-    """A weighted, a raw and a hash-stacked one."""
+    """The slots are a weighted, a raw and a hash-stacked one."""
     plan = {"steps": 20, "optimizer": "Adagrad", "kinds": True}
     inside = embedded(configure, tmp_path, 100_000, plan, slots=KINDS)
     assert all(inside[slot].any() for slot in ("weighted", "raw", "stacked"))
@@ -126,7 +126,7 @@ def test_a_collection_is_bit_equal_wherever_its_rows_are(
 def test_a_collection_on_two_ranks_learns_what_one_does_of_the_whole_batch(
     make_stack: MakeStack, configure: Configure, tmp_path: Path
 ) -> None:
-    """To 1e-5, with the model under DDP."""
+    """The results agree to 1e-5, with the model under DDP."""
     inside = embedded(configure, tmp_path, 100_000, {}, script=COLLECTION)
     env = {"REPRODUCIBLE": "1"}
     halves = served(make_stack, tmp_path, {}, servers=2, ranks=2, capacity=100_000, script=COLLECTION, env=env)
@@ -135,7 +135,7 @@ def test_a_collection_on_two_ranks_learns_what_one_does_of_the_whole_batch(
 
 
 def test_a_collection_is_saved_and_loaded_by_two_ranks_together(make_stack: MakeStack, tmp_path: Path) -> None:
-    """Rank 1's last pushes before a save and a load are late; the script compares rows."""
+    """The last pushes of rank 1 before a save and before a load are late. The script compares the rows."""
     stack = make_stack(servers=2, env={"REPRODUCIBLE": "1"})
     plan = {"folder": "first", "late": [10, 22], "marks": str(tmp_path)}
     trainer = stack.trainer(COLLECTION, json.dumps(plan), ranks=2)
@@ -181,10 +181,10 @@ def test_a_reproducible_run_of_two_ranks_is_bit_equal_on_any_number_of_servers(
 def test_two_ranks_of_half_a_batch_equal_one_rank_of_the_whole(
     make_stack: MakeStack, tmp_path: Path, reproducible: bool
 ) -> None:
-    """With SGD to 1e-5: dense gradients are averaged, and embedding gradients divided by the number of ranks."""
+    """With SGD, the results agree to 1e-5. Both kinds of gradients are divided by the number of ranks."""
     plan = {"steps": 30, "reproducible": True}
     whole = served(make_stack, tmp_path, plan, servers=1, ranks=1, capacity=100_000)
     halves = served(make_stack, tmp_path, {**plan, "reproducible": reproducible}, servers=2, ranks=2, capacity=100_000)
-    tolerance = 1e-5 if reproducible else 5e-2  # look-ups that run ahead see rows of up to K steps ago
+    tolerance = 1e-5 if reproducible else 5e-2  # look-ups in advance read rows that may be up to K steps old
     for name in whole:
         np.testing.assert_allclose(halves[name], whole[name], atol=tolerance, rtol=0, err_msg=name)

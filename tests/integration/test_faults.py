@@ -66,7 +66,7 @@ def train(stack: Stack, script: Path, **env: str) -> "subprocess.CompletedProces
 
 
 def one_line(text: str) -> str:
-    """Return the last line that is not a hint or a place; there must be no traceback and no panic."""
+    """Return the last line that is neither a hint nor a place. Check that there is no traceback and no panic."""
     assert "Traceback" not in text and "panicked" not in text, text
     lines = [line for line in text.strip().splitlines() if not line.startswith(("next:", "  at ", "persia-launcher:"))]
     assert lines, "nothing was said"
@@ -141,7 +141,7 @@ def test_trainer_names_the_server_that_is_missing(make_stack: MakeStack, script:
     stack = make_stack(servers=2, start=False)
     stack.start_nats()
     stack.start_part("server", 0)
-    stack.start_part("middleware", 0).says("found ")  # the trainer has 5 s to hear of the server that is missing
+    stack.start_part("middleware", 0).says("found ")  # the trainer has only 5 s to detect the missing server
     done = train(stack, script)
     assert done.returncode == 3, done.stderr
     assert "1" in one_line(done.stderr) and "server" in one_line(done.stderr)
@@ -172,7 +172,7 @@ def test_wrong_token(make_stack: MakeStack, script: Path, tmp_path: Path) -> Non
 
 
 def certificates(folder: Path, name: str) -> dict[str, str]:
-    """Create an authority and a certificate for ``persia``; return the variables that name them."""
+    """Create an authority and a certificate for ``persia``. Return the variables that name them."""
     folder.mkdir()
     ca, key, request, cert = (folder / f"{name}.{part}" for part in ("ca.pem", "key", "csr", "pem"))
     ca_key, extension = folder / f"{name}.ca.key", folder / "ext"

@@ -35,7 +35,7 @@ def summary(stack: Stack) -> dict[str, object]:
 
 
 def test_a_pair_of_scripts_of_persiaml_trains_on_a_stack(pair: Stack) -> None:
-    """The same scripts that run in one process in tests/unit; two replicas feed two ranks."""
+    """Two replicas send batches to two ranks. A test in tests/unit runs the same scripts in one process."""
     senders = [send(pair, index, 2, BATCHES=100) for index in range(2)]
     trainer = train(pair, ranks=2)
     assert trainer.wait(180) == 0, trainer.output
@@ -45,7 +45,7 @@ def test_a_pair_of_scripts_of_persiaml_trains_on_a_stack(pair: Stack) -> None:
     assert len(re.findall("rank [01]: 100 steps", trainer.output)) == 2
     for sender in senders:
         sender.says("every batch is sent")
-        assert sender.process.running  # it waits for the next run, as a service does
+        assert sender.process.running  # data-compose waits for the next run, as a service does
         assert pair.stop(sender.process.name) == 0
 
 
@@ -70,7 +70,7 @@ def test_uneven_data_stops_all_ranks_together_and_says_so(pair: Stack) -> None:
 
 @pytest.mark.parametrize("reproducible", [0, 1])
 def test_uneven_data_of_reproducible_runs_too(pair: Stack, reproducible: int) -> None:
-    """Ranks that take turns at the servers agree before a look-up that would not be answered."""
+    """Ranks whose requests have a fixed order agree on the end of the data before a look-up that would wait forever."""
     send(pair, 0, 2, BATCHES=31)
     send(pair, 1, 2, BATCHES=8)
     trainer = train(pair, ranks=2, REPRODUCIBLE=reproducible, EMBEDDING_STALENESS=1)
@@ -143,7 +143,7 @@ def test_a_data_script_without_a_context_is_an_error(pair: Stack, tmp_path: Path
 
 
 def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: Stack, tmp_path: Path) -> None:
-    """The script continues after its context until the next run waits."""
+    """The data script runs after the end of its context until the trainers of the next run wait for data."""
     go = tmp_path / "go"
     linger = (
         "if ctx_generation == 1:\n    from waiting import wait_until\n"
@@ -189,7 +189,7 @@ def test_data_compose_outlives_nats(pair: Stack) -> None:
 
 
 def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
-    """Two ranks, two replicas of unequal length: all ranks use the position of rank 0."""
+    """Two replicas of unequal length send to two ranks. All ranks resume at the position of rank 0."""
     common: dict[str, object] = {"REPRODUCIBLE": 1, "EMBEDDING_STALENESS": 1}
     checkpoint = pair.folder / "checkpoints" / "middle"
     results = []

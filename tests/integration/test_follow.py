@@ -1,4 +1,4 @@
-"""``persia train --follow``: training in the background, whose output is shown; Ctrl-C leaves it running."""
+"""``persia train --follow``: training in the background, whose output is shown. Ctrl-C leaves it running."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Iterator[Path]:
-    """A file; while it exists, training waits in its first step."""
+    """A file. While it exists, training waits in its first step."""
     path = tmp_path / "hold"
     (tmp_path / "mine.py").write_text(
         "import os, time, torch\nclass Mine(torch.nn.Module):\n    def __init__(self, num_dense, embedding_dims):\n"
@@ -40,7 +40,7 @@ def hold(tmp_path: Path) -> Iterator[Path]:
     write_config(tmp_path, model={"class": "mine:Mine"}, run={"dir": "runs"})
     path.touch()
     yield path
-    path.unlink(missing_ok=True)  # processes that a failed test has left end too
+    path.unlink(missing_ok=True)  # this also ends processes that a failed test has left
 
 
 def status(folder: Path) -> str:
@@ -71,7 +71,7 @@ def test_ctrl_c_asks_and_leaves_it_running(tmp_path: Path, hold: Path) -> None:
     command = terminal.expect(r"to follow it: (tail .*\.log)\n")[1]
     terminal.expect(rf"to end it: kill -INT {pid}\n")
     assert terminal.wait() == 130
-    terminal.close()  # as if the window was closed
+    terminal.close()  # like closing the window of the terminal
     assert is_running(pid) and os.getsid(pid) == pid, "the session of the window ends, its own does not"
     hold.unlink()
     words = shlex.split(command)
@@ -110,7 +110,7 @@ def test_without_a_terminal_a_signal_leaves_it_running(tmp_path: Path, hold: Pat
 
 @pytest.mark.row("S1-20")
 def test_a_reader_that_ends_leaves_it_running(tmp_path: Path, hold: Path) -> None:
-    """As in ``persia train --follow | head``."""
+    """The reader of the output ends, as in ``persia train --follow | head``."""
     words = [sys.executable, *WORDS]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
         assert follower.stderr is not None and follower.stdout is not None

@@ -1,4 +1,4 @@
-"""A model that is sharded over two ranks: its checkpoints are those of DDP. See also ``test_up_table.py``."""
+"""The checkpoints of a model that is sharded over two ranks equal those of DDP. See also ``test_up_table.py``."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
 def test_a_checkpoint_of_shards_continues_on_one_rank_and_one_of_ddp_on_shards(
     make_stack: MakeStack, tmp_path: Path
 ) -> None:
-    """The optimizer has states from the start, which are sharded with the weights."""
+    """The optimizer has states from the start. They are sharded like the weights."""
     stack = make_stack(job="fsdp")
     dump = {"dir": "first", "all": False}
     results = []
@@ -50,7 +50,7 @@ def test_rank_0_alone_cannot_use_weights_that_are_not_gathered(make_stack: MakeS
 
 @pytest.mark.row("S3-05", "S2-18")
 def test_ranks_that_divide_a_step_differently_have_the_digests_of_ddp(make_stack: MakeStack, tmp_path: Path) -> None:
-    """Weights and gradients in digests are whole; a step that is left in its middle leaves no gradient behind."""
+    """Digests are of whole weights and gradients. An interrupted step leaves no gradient."""
     stack = make_stack()
     plan = {"steps": 6, "parts": {"0": 5, "1": 16}, "leave": [3], "clip": 0.1}
     for parallel in ("ddp", "fsdp"):

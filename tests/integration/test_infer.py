@@ -29,7 +29,7 @@ Values = list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]
 
 
 def requests() -> list[PersiaBatch]:
-    """Batches to score: ids of training, ids that it never had, samples without ids; features in any order."""
+    """Batches to score, with training ids, unknown ids and samples without ids, and with features in any order."""
     known = [Batches(9, seed=7, ids=200).batch(number, requires_grad=False) for number in range(3)]
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 400, 32, dtype=np.uint64)
@@ -73,7 +73,7 @@ def same(one: Values, other: Values) -> bool:
 
 
 class Trained:
-    """Checkpoints of 10 and of 20 steps, the model of each, and what evaluation reads from them."""
+    """Checkpoints of 10 and of 20 steps, the model of each, and the results of evaluation with them."""
 
     def __init__(self, folder: Path) -> None:
         self.model: dict[int, TinyModel] = {}
@@ -99,7 +99,7 @@ class Trained:
 
 @pytest.fixture
 def trained(no_job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """The checkpoints; afterwards this process has no configuration, like a process that serves."""
+    """Return the checkpoints, and remove the configuration of this process, because a serving process has none."""
     if reason := missing():
         pytest.skip(reason)
     (tmp_path / "embedding_config.yml").write_text(SLOTS)
@@ -138,7 +138,7 @@ def test_values_are_those_of_evaluation(trained: Trained, make_job: MakeJob, mon
     # A middleware that is killed is replaced by the other one.
     job.kill("middleware-0")
     assert same(values(ctx, model, as_bytes=False), trained.expected[20])
-    job.start_middleware(0).says(": ready")  # a look-up is repeated for PERSIA_RPC_TIMEOUT only
+    job.start_middleware(0).says(": ready")  # a look-up is retried for PERSIA_RPC_TIMEOUT only
     job.kill("middleware-1")
     assert same(values(ctx, model, as_bytes=False), trained.expected[20])
     # With a block, and with a model, as PersiaML documents it.
@@ -164,9 +164,9 @@ def test_a_killed_server_is_named_and_serves_again(
     assert "EMBEDDING_WORKER_SERVICE" in raised.value.hint
     job.start_server(1)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "60")
-    ctx.wait_for_serving()  # connects anew, with this limit
+    ctx.wait_for_serving()  # connects again, with this limit
     assert same(values(ctx, model, as_bytes=True), trained.expected[10])
-    # Without waiting for it: look-ups are repeated until the server has loaded the checkpoint.
+    # This does not wait for the server: look-ups are retried until the server has loaded the checkpoint.
     job.kill("server-0")
     job.start_server(0)
     assert same(values(ctx, model, as_bytes=True), trained.expected[10])

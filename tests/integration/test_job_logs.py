@@ -1,4 +1,4 @@
-"""The logs of a job: lines of Rust and Python with the same keys, and the way of one batch through all parts."""
+"""The logs of a job: lines of Rust and Python with the same keys, and the path of one batch through all parts."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_all_parts_have_the_same_keys(job: Path) -> None:
     for line in found:
         assert {*line} >= KEYS, line
         assert line["run_id"] == "one" and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}Z", line["ts"]), line
-    # Two threads of one process may write their lines in another order than they took their times: a log keeps it.
+    # Two threads of one process may write lines in a different order from their times. The order of a log is kept.
     latest: dict[str, str] = {}
     for line in found:
         latest[line["source"]] = line["key"] = max(latest.get(line["source"], ""), line["ts"][:23])
@@ -97,7 +97,7 @@ def test_a_token_shows_the_way_of_a_batch(job: Path) -> None:
 
 @pytest.mark.row("S4-50")
 def test_every_line_of_a_server_is_json(job: Path) -> None:
-    """A collector needs no other rule than one object on each line."""
+    """A log collector needs only one rule: each line is one JSON object."""
     for name in ("server-0", "server-1", "middleware-0"):
         text = (job / "runs" / "one" / "logs" / f"{name}.log").read_text()
         assert all(isinstance(json.loads(line), dict) for line in text.splitlines()) and text

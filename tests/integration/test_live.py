@@ -1,4 +1,4 @@
-"""Training on servers: those of the stack around the tests, or ones started for the test."""
+"""Training on the servers of the surrounding stack, or on servers that the test starts."""
 
 import shutil
 import uuid
@@ -23,7 +23,7 @@ STEPS, SAMPLES, IDS = 20, 64, 100
 
 
 class Batches(IterableDataset):
-    """Random batches over any slots, which continue by their state dict."""
+    """Random batches over any slots. A state dict continues them."""
 
     def __init__(self, slots: list[str]) -> None:
         super().__init__(buffer_size=4)
@@ -63,9 +63,9 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def folder(any_stack: Stack | LiveStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A checkpoint of this test only, below the stack's folder of checkpoints."""
+    """Return the path for a checkpoint of this test alone, below the stack's folder of checkpoints."""
     any_stack.use(monkeypatch)
-    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))  # a run of the user keeps its folder
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))  # the files of a user's run remain
     name = f"test-{uuid.uuid4().hex}"
     yield name
     shutil.rmtree(Path(any_stack.settings["PERSIA_CKPT_DIR"]) / name)

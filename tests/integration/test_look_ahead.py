@@ -67,7 +67,7 @@ def wait_for_lookups(ctx: TrainCtx, ids: int) -> None:
 
 
 def shards(ctx: TrainCtx, name: str) -> dict[str, bytes]:
-    """Save, and return the content of all shards: ids, weights, state, recency and admission counts."""
+    """Save a checkpoint, and return the content of all shards: ids, weights, state, recency and admission counts."""
     ctx.dump_checkpoint(name)
     folder = Path(os.environ["PERSIA_CKPT_DIR"]) / name
     return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*.arrow"))}

@@ -1,4 +1,4 @@
-"""``persia doctor --matrix``: each rank connects to each other one, found by a rendezvous or by NATS."""
+"""``persia doctor --matrix``: each rank connects to every other rank, found by a rendezvous or by NATS."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_connections_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.row("S4-19")
 def test_a_slow_link_is_measured_as_slow() -> None:
-    """The other end waits 20 ms before each answer, and 1 s before it confirms what it has read."""
+    """The peer waits 20 ms before each response, and 1 s before it confirms the data that it has read."""
     read: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=slow, args=(server, read), daemon=True)
@@ -101,7 +101,7 @@ def slow(server: socket.socket, read: list[int]) -> None:
 
 @pytest.mark.row("S3-11")
 def test_a_connection_that_fails_is_named_on_every_rank(make_stack: MakeStack) -> None:
-    """Ranks that find each other by NATS; the address that rank 1 announces leads nowhere."""
+    """The ranks find each other by NATS. Nothing listens at the address that rank 1 announces."""
     stack = make_stack(nats_only=True)
     env = {**stack.python_env, "PERSIA_START_TIMEOUT": "60"}
     away = {**env, "PERSIA_ADVERTISE": "no-such-host.invalid", "GLOO_SOCKET_IFNAME": ""}

@@ -1,4 +1,4 @@
-"""Servers that write their part of a checkpoint straight to an object store, without a shared disk."""
+"""Servers that write their shards of a checkpoint directly to an object store, without a shared disk."""
 
 import json
 import os
@@ -29,9 +29,9 @@ def paths() -> dict[str, str]:
 
 
 def ledger(make_stack: MakeStack, other: str | None = None, **options: Any) -> Stack:
-    """Return a stack with the ledger's slots and data, whose processes share no folder.
+    """Return a stack with the ledger's slots and data. Its processes share no folder.
 
-    ``other`` is the address of the store for server 1, if it has a different one.
+    ``other`` is the address of a different store for server 1.
     """
     slots, env = "one: {dim: 4}\nmany: {dim: 4}", {"PERSIA_CKPT_DIR": ROOT_URL}
     stack = make_stack(servers=2, slots=slots, env=env, start=other is None, **options)
@@ -55,7 +55,7 @@ def nodes(stack: Stack, **plan: Any) -> list[Part]:
 
 
 def exact(stack: Stack) -> None:
-    """Every occurrence of an id counts once, and every step once on the dense side."""
+    """Check that each occurrence of an id was applied once, and each step once to the dense weights."""
     found = json.loads((stack.folder / "ledger.json").read_text())
     assert found["rows_wrong"] == 0, found
     assert (found["rows_checked"], found["steps"], found["dense"]) == (500, STEPS, -STEPS)
@@ -67,7 +67,7 @@ def run_url(store: Server) -> str:
 
 
 def test_ranks_and_servers_save_and_resume_without_a_shared_disk(make_stack: MakeStack, store: Server) -> None:
-    """Each server puts its own shards; the run is marked as finished there."""
+    """Each server uploads its own shards. The store also has the mark of the finished run."""
     stack = ledger(make_stack)
     parts = nodes(stack, every=16)
     parts[0].says("step 10 done")
@@ -81,7 +81,7 @@ def test_ranks_and_servers_save_and_resume_without_a_shared_disk(make_stack: Mak
     core.Checkpoint(newest).verify()
     for index in range(2):
         stack.parts[f"server-{index}"].says("snapshot written")
-    (stack.folder / "run" / "RUN").unlink()  # as if the disk was lost: the run is found in the store
+    (stack.folder / "run" / "RUN").unlink()  # simulates the loss of the disk: the run is found in the store
     parts = nodes(stack, every=16)
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
     parts[0].says(f"training resumes after step {step}, from {newest}")
@@ -103,7 +103,7 @@ def is_shard(request: Request) -> bool:
 def test_a_server_that_is_killed_while_it_saves_leaves_the_old_checkpoint(
     make_stack: MakeStack, store: Server, shard: int, when: str
 ) -> None:
-    """At its first request of a save, in the middle, and after its last file. Its rows are then lost."""
+    """The kill is at the first request of a save, in its middle, or after its last file. The server's rows are lost."""
     with Proxy(store.address) as proxy:
         stack = ledger(make_stack, proxy.address)
         put: list[Request] = []
@@ -150,7 +150,7 @@ def training() -> TrainCtx:
 def test_a_folder_of_the_servers_does_not_limit_urls_and_a_url_does(
     make_stack: MakeStack, store: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers have ``PERSIA_CKPT_DIR`` of their own."""
+    """The servers have a different ``PERSIA_CKPT_DIR``."""
     stack = make_stack(servers=2, env={"AWS_ENDPOINT_URL": store.address})
     stack.use(monkeypatch)
     url = "s3://bucket/by-hand/one"

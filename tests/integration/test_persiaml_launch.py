@@ -1,4 +1,4 @@
-"""A script pair in PersiaML's style gives the same numbers in every way that PersiaML's users start it."""
+"""A script pair in PersiaML's style gives equal results with each of PersiaML's ways to start it."""
 
 import os
 import re
@@ -88,7 +88,7 @@ def embedded(folder: Path) -> tuple[str, str]:
 
 
 def procfile(first: int) -> dict[str, str]:
-    """The command lines of the Procfile, each with ports of this test, by name; NATS has the first of three."""
+    """The command lines of the Procfile by name, with ports of this test. NATS has the first of three ports."""
     ports = {"$NATS_PORT": first, "$WORKER_PORT": first + 1, "$SERVER_PORT": first + 2}
     lines = {}
     for line in (PAIR / "Procfile").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Debian's Prometheus over a running job: every panel has data, and planted causes raise their alerts."""
+"""Debian's Prometheus scrapes a running job: every panel has data, and planted causes raise their alerts."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ def opened() -> Iterator[contextlib.ExitStack]:
 
 
 def expressions(*dashboards: str) -> dict[str, str]:
-    """Return the expressions of panels that need nothing special, with short windows."""
+    """Return the expressions of panels that have data in every job, with short windows."""
     content = yaml.safe_load((MONITOR / "panels.yml").read_text())
     panels = [
         panel
@@ -80,7 +80,7 @@ def expressions(*dashboards: str) -> dict[str, str]:
 
 
 def quick_rules(folder: Path) -> str:
-    """Write the alert rules with windows of seconds in place of minutes, and return the path."""
+    """Write the alert rules with windows of seconds instead of minutes, and return the path."""
     text = (MONITOR / "alerts.yml").read_text()
     windows = {"[5m]": "[5s]", "[10m]": "[5s]", "[15m]": "[15s]", "[15m:]": "[15s:1s]", "[1h]": "[40s]"}
     windows |= {"[45m]": "[40s]", "offset 10m": "offset 5s"}
@@ -253,7 +253,7 @@ def test_every_panel_of_serving_has_data_and_a_process_that_stops_raises_an_aler
         wait_until("data in every panel", all_have_data, 60, interval=1.0, evidence=lambda: str(empty))
         assert "persia-serving" in persia("doctor", "--prometheus", seen.url, env={})
         assert "PersiaServingNoBundle" not in {name for name, _ in seen.firing()}
-        process.process.send_signal(signal.SIGTERM)  # it still answers, but is not ready
+        process.process.send_signal(signal.SIGTERM)  # the process still responds, but is not ready
         assert seen.waits_for_alert("PersiaServingNoBundle") == {f"127.0.0.1:{process.port}"}
         assert seen.query("up")[0]["value"][1] == "1"
     finally:

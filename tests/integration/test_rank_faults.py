@@ -1,4 +1,4 @@
-"""Faults of one of several ranks: all stop together, and each reports the cause."""
+"""Faults of one of several ranks: all ranks stop, and each reports the cause."""
 
 import json
 import re
@@ -95,7 +95,7 @@ def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeSt
 
 
 def calls_of(stack: Stack, rank: int) -> dict[str, Any]:
-    """Return what a rank has written of its last calls."""
+    """Return the last calls that a rank has written."""
     content: dict[str, Any] = json.loads((stack.folder / "run" / "flight" / f"rank-{rank}.json").read_text())
     return content
 
@@ -212,7 +212,7 @@ def test_nats_may_restart_in_mid_training(make_stack: MakeStack, tmp_path: Path)
 
 
 def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path) -> None:
-    """The senders that waited at a rank 0 that failed send everything to its successor."""
+    """Data-composes that waited for a failed rank 0 send all batches to its successor."""
     stack = make_stack()
     script = tmp_path / "data.py"
     script.write_text(

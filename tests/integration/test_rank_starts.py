@@ -1,4 +1,4 @@
-"""The start of several ranks: the order, and what is refused."""
+"""The start of several ranks: their order, and refused ranks."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from persia.runtime import job
 
 
 def wait_for_questions(stack: Stack, count: int) -> None:
-    """Wait until ranks have queried this often for the others."""
+    """Wait until ranks have queried NATS for the other ranks this many times."""
     with stack.nats_client(timeout=60) as client:
         client.subscribe("$SRV.INFO.persia-trainer", callback=lambda _: None)
         client.wait(count=count)
@@ -59,7 +59,7 @@ def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path
     second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_EMBEDDING_CONFIG": str(other)})
     assert first.wait(180) == 2, first.output
     first.says("rank 1 and rank 0 have different contents of embedding_config.yml")
-    # It reports the same, or that rank 0 is lost, whichever it detects first.
+    # The rank reports the same error, or the loss of rank 0, whichever it detects first.
     assert second.wait(180) in {2, 75}, second.output
 
 

@@ -102,7 +102,7 @@ with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model, checkpoints=s
 def test_a_collection_that_is_never_closed_is_closed_before_the_end(
     make_stack: MakeStack, tmp_path: Path, ranks: int
 ) -> None:
-    """The script has its own process group here."""
+    """The script starts a process group itself."""
     stack = make_stack()
     plan = json.dumps({"group": f"file://{tmp_path}/group"})
     trainer = stack.trainer(COLLECTION, plan, ranks=ranks)
@@ -142,7 +142,7 @@ def test_uneven_data_stops_all_ranks_together(make_stack: MakeStack) -> None:
 
 @pytest.mark.parametrize("everybody", [True, False])
 def test_checkpoints_need_no_other_rank(make_stack: MakeStack, tmp_path: Path, everybody: bool) -> None:
-    """Saved and loaded by rank 0 only or by all; the run continues with rows, model and step of the checkpoint."""
+    """Rank 0 alone or all ranks save and load. The run continues with rows, model and step of the checkpoint."""
     stack = make_stack(servers=2)
     folder = Path(stack.settings["PERSIA_CKPT_DIR"]) / "first"
     dump = {"dir": folder.name, "all": everybody}  # below PERSIA_CKPT_DIR
@@ -217,7 +217,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     during.says(f"a collection: missing {found[4]}")
     (tmp_path / "until").touch()
     assert trainer.wait() == 0, trainer.output
-    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # even if no rank trains
+    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # refused even while no rank trains
         env = {"RANK": str(number), "WORLD_SIZE": "2"}
         refused = stack.python(change, "-m", "persia.launch.rank_main", observer, change, env=env)
         assert refused.wait() == 2, refused.output

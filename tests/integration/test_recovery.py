@@ -49,7 +49,7 @@ def nodes(stack: Stack, **plan: Any) -> list[Part]:
 
 
 def exact(stack: Stack) -> None:
-    """Every occurrence of an id counts once, and every step once on the dense side."""
+    """Check that each occurrence of an id was applied once, and each step once to the dense weights."""
     found = json.loads((stack.folder / "ledger.json").read_text())
     assert found["rows_wrong"] == 0, found
     assert (found["rows_checked"], found["steps"], found["dense"]) == (500, STEPS, -STEPS)
@@ -92,7 +92,7 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
 def test_sigterm_in_an_evaluation_lets_all_save_what_was_trained(
     ledger: Stack, where: str, evaluating: list[int], victims: list[int]
 ) -> None:
-    """The evaluation never ends; the ranks end long before they would be killed."""
+    """The evaluation never ends. The ranks end in half of the time after which they would be killed."""
     parts = nodes(ledger, evaluate={"where": where, "step": 12, "ranks": evaluating})
     for rank in evaluating:
         parts[rank].says(f"evaluating on rank {rank}")
@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger:
     ledger.start()
     assert [part.wait(180) for part in nodes(ledger, every=8)] == [0, 0]
     exact(ledger)
-    (ledger.folder / "run" / "summary.json").unlink()  # the launcher suggests this to train again
+    (ledger.folder / "run" / "summary.json").unlink()  # the launcher suggests this deletion to train again
     (ledger.folder / "ledger.json").unlink()
     first, second = nodes(ledger, every=8)
     assert [first.wait(180), second.wait(180)] == [0, 0]
@@ -242,7 +242,7 @@ def test_a_server_with_a_log_continues_with_the_next_loop(
 
 
 def train(ctx: TrainCtx) -> None:
-    """Make a pass over a few batches, the same each time."""
+    """Train a pass over a few batches, which are always the same."""
     for batch in DataLoader(Batches(5)):
         output, labels = ctx.forward(batch)
         ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
@@ -295,6 +295,6 @@ def test_a_checkpoint_of_two_servers_loads_on_any_number(make_stack: MakeStack, 
 
 
 def shards(folder: Path) -> dict[str, str]:
-    """Return the hash of every file of rows, by its name."""
+    """Return the hash of every shard file by name."""
     files = json.loads((folder / "MANIFEST.json").read_text())["files"]
     return {file["name"].split("/")[-1]: file["blake3"] for file in files if file["name"].endswith(".arrow")}

@@ -1,4 +1,4 @@
-"""Memory that runs out on one of several ranks: all of them make their steps with half as many rows at a time."""
+"""If memory runs out on one of several ranks, all of them repeat the step with micro-batches of half the size."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def trained(folder: Path, name: str, code: int = 0, env: dict[str, str] | None =
 
 
 def result(folder: Path, name: str) -> tuple[list[Any], dict[str, torch.Tensor], list[int | None]]:
-    """Return losses and norms, weights, and the rows at a time that the last checkpoint has."""
+    """Return losses and norms, weights, and the micro-batch sizes that the last checkpoint has."""
     run = folder / "runs" / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [each for line in lines for each in (line.get("loss"), line.get("grad_norm")) if each is not None]
@@ -100,7 +100,7 @@ def result(folder: Path, name: str) -> tuple[list[Any], dict[str, torch.Tensor],
 
 
 def check(folder: Path, name: str, where: str) -> None:
-    """Train with memory for 10 rows on rank 1, and compare with the run that was given 10 rows."""
+    """Train with memory for 10 rows on rank 1, and compare with the run that has ``micro_batch: 10``."""
     output = trained(folder, name, env={"MOST": "10", "WHERE": where}, parallel=name)
     (losses, weights, given), found = result(folder, "given"), result(folder, name)
     assert given == [None, None] and len(losses) >= 10
@@ -116,7 +116,7 @@ def check(folder: Path, name: str, where: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.row("S4-13")
 def test_all_ranks_halve_together_where_one_has_no_memory(table: Path) -> None:
-    """The result is that of a run with so many rows at a time."""
+    """The result equals that of a run whose ``micro_batch`` has the final number of rows."""
     trained(table, "given", train={"micro_batch": 10})
     check(table, "ddp", "forward")
 
@@ -132,7 +132,7 @@ def test_shards_halve_as_whole_copies_do(table: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.row("S3-01")
 def test_no_rank_has_memory_for_one_row(table: Path) -> None:
-    """All ranks end with the report of the one that has none."""
+    """All ranks end with the report of the rank that has no memory."""
     (table / "mine.py").write_text(MODEL.replace("0 < MOST < len", "0 <= MOST < len"))
     output = trained(table, "none", code=1, env={"WHERE": "forward"})
     assert re.search(r"rank [01]: step 1, 1 row at a time: DefaultCPUAllocator", output), output

@@ -1,6 +1,6 @@
 """The same 1,000 rows have the same scores in evaluation, predict, bundles, REST, gRPC and InferCtx.
 
-A third of the rows have ids that training did not have, and a tenth of them misses each value.
+A third of the rows have ids that did not occur in training. For each column, a tenth of the rows lacks the value.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ NAMES = [f"score_{label}" for label in LABELS]
 
 @dataclass(frozen=True)
 class Case:
-    """A run, the rows, and their scores.
+    """A run, rows, and the scores of the rows.
 
     Attributes:
         folder: The folder with ``runs/one``, ``rows.parquet``, and a bundle of each form.
@@ -112,8 +112,8 @@ def inputs_of(bundle: Bundle, rows: pa.Table, *, nulls: bool) -> list[tensors.Te
     Args:
         bundle: The bundle.
         rows: The rows.
-        nulls: Whether a missing value is null, except a missing list. Otherwise it is 0 or an empty text or list, and
-            marked as missing.
+        nulls: Whether a missing value is null, except a missing list. Otherwise, the value is 0, or an empty text or
+            list, and is marked as missing.
     """
     found = []
     for column in bundle.inputs:

@@ -37,7 +37,7 @@ def run(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.Co
 
 
 class Announced:
-    """Answers ``$SRV.INFO`` for processes that do not exist, as the NATS services API has it."""
+    """Responds to ``$SRV.INFO`` for processes that do not exist, in the format of the NATS services API."""
 
     def __init__(self, stack: Stack, processes: list[tuple[str, dict[str, str]]]) -> None:
         self._client = stack.nats_client()
@@ -69,7 +69,7 @@ class Announced:
 
 @pytest.fixture
 def healthy() -> Iterator[str]:
-    """The address of a process that says it is serving."""
+    """The address of a process that reports that it is serving."""
     server = grpc.server(futures.ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -118,7 +118,7 @@ def test_what_is_missing_and_what_disagrees(make_stack: MakeStack, healthy: str)
 
 def test_nats_that_is_not_there(no_job: None, verb: Verb) -> None:
     began = time.monotonic()
-    _, errors = verb("status", "--nats-url", "nats://127.0.0.1:1", code=3)  # here: a process may start for seconds
+    _, errors = verb("status", "--nats-url", "nats://127.0.0.1:1", code=3)  # in this process, to save its start
     assert time.monotonic() - began < 5
     assert errors.splitlines()[0] == "error: NATS at 127.0.0.1:1 is not reachable: [Errno 111] Connection refused"
     assert "Traceback" not in errors
@@ -164,7 +164,7 @@ def test_the_vocabulary_of_each_table(make_stack: MakeStack, monkeypatch: pytest
         held = ctx.engine.stats()["tables"]
 
         def complete() -> "subprocess.CompletedProcess[str] | None":
-            """Return the status if every process has answered: each has 2 s, which is little on a busy machine."""
+            """Return the status if every process has responded within 2 s, which may be too short."""
             done = run(env=stack.settings)
             rows = [rf"^{name} +{table['rows']:,} " for name, table in held.items()]
             wanted = [*rows, "^persia-trainer .* 17 *$"]

@@ -50,7 +50,7 @@ def files(folder: Path) -> list[str]:
 
 @pytest.fixture
 def table(tmp_path: Path, no_job: None) -> Path:
-    """A folder with rows, a model of one's own and a configuration."""
+    """A folder with rows, a user's model and a configuration."""
     (tmp_path / "mine.py").write_text(
         "import torch\nclass Mine(torch.nn.Module):\n    def __init__(self, num_dense, embedding_dims):\n"
         "        super().__init__()\n        self.top = torch.nn.Linear(num_dense + sum(embedding_dims), 1)\n"
@@ -74,7 +74,7 @@ def test_both_ranks_tick_and_nothing_is_left(table: Path) -> None:
 
 @pytest.mark.row("S1-22", "S1-25")
 def test_a_whole_run_on_ranks_has_the_overrides(table: Path, verb: Verb) -> None:
-    """Its AUC, computed while two ranks trained, is that of one process that evaluates its checkpoint."""
+    """The AUC that the two ranks report equals that of one process that evaluates the run's checkpoint."""
     settings = (
         "run.name=two",
         "data.batch_size=64",
@@ -146,7 +146,7 @@ def test_one_batch_on_the_servers_of_a_job(
 
 
 def test_a_test_on_servers_that_is_stopped_leaves_nothing(table: Path, servers: dict[str, str]) -> None:
-    """The rank of a test is ended with it, and the checkpoint that the rank saves at its end is removed."""
+    """The rank of the test ends with the command. The checkpoint that the rank saves at its end is removed."""
     hold, model = table / "hold", (table / "mine.py").read_text()
     waits = (
         f"import os, time\n        while os.path.exists({str(hold)!r}):\n            time.sleep(0.05)\n        return"
@@ -199,7 +199,7 @@ def test_the_ladder_stops_at_the_first_step_that_fails(table: Path, verb: Verb) 
 
 @pytest.mark.row("S1-01")
 def test_the_whole_run_of_the_ladder_is_not_the_latest(table: Path, verb: Verb) -> None:
-    """``runs/LATEST`` is the newest run of the user's own."""
+    """``runs/LATEST`` names the newest run that the user started."""
     verb("train", "persia.yml", "--set", "run.name=mine")
     whole = ladder.steps(Path("persia.yml"), ranks=2)[7]
     verb(*whole.words[1:])

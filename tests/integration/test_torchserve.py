@@ -90,18 +90,18 @@ class TorchServe:
         wait_until("TorchServe's worker", is_ready, START, evidence=self.logs, interval=0.5)
 
     def stop(self) -> None:
-        """End it."""
+        """Stop TorchServe."""
         words = [str(self.programs / "torchserve"), "--stop"]
         subprocess.run(words, env=self.env, check=False, capture_output=True, timeout=60)
 
     def logs(self) -> str:
-        """Return what it and its workers have logged."""
+        """Return the log of TorchServe and its workers."""
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted((self.folder / "logs").glob("*.log")))
 
 
 @pytest.fixture
 def serve(no_job: None, tmp_path: Path) -> Iterator[TorchServe]:
-    """A TorchServe that is not started yet, and ends with the test."""
+    """Return a TorchServe that is not started. It ends with the test."""
     if not TORCHSERVE or not (Path(TORCHSERVE) / "torchserve").exists():
         pytest.skip("no TorchServe: PERSIA_TEST_TORCHSERVE does not name the programs of an environment with it")
     if absent := [name for name in ("java", "curl") if shutil.which(name) is None]:
@@ -116,7 +116,7 @@ def serve(no_job: None, tmp_path: Path) -> Iterator[TorchServe]:
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[Callable[[Path], InferJob]]:
-    """Serve a checkpoint by two servers and two middlewares; they end with the test."""
+    """Serve a checkpoint by two servers and two middlewares, which end with the test."""
     made: list[InferJob] = []
 
     def make(checkpoint: Path) -> InferJob:
@@ -159,7 +159,7 @@ def test_scores_are_those_of_evaluation(
         np.testing.assert_allclose(score(number), scores, rtol=1e-6, atol=1e-7)
     job.kill("middleware-0")
     job.kill("server-1")
-    job.start_server(1)  # the look-up waits for it
+    job.start_server(1)  # the look-up waits for this server
     np.testing.assert_allclose(score(0), expected[0], rtol=1e-6, atol=1e-7)
 
 

@@ -1,4 +1,4 @@
-"""Traces of steps, as a collector receives them: one has spans of the trainer, the middleware and every server."""
+"""Traces of steps in a collector. Each trace has spans of the trainer, the middleware and every server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +53,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def only(found: list[Span], name: str, **wanted: object) -> Span:
-    """Return the only span of this name with these attributes of its process, or of itself."""
+    """Return the only span with this name and these attributes of the span or of its process."""
     keys = {key.replace("_", "."): value for key, value in wanted.items()}
     (span,) = [
         span

@@ -54,7 +54,7 @@ def done(folder: Path, *arguments: str, code: int = 0, largest_file: int | None 
 
 
 def interrupt(process: "subprocess.Popen[str]", folder: Path, step: int, number: int) -> tuple[str, str]:
-    """Send a signal when the checkpoint of this step, or one soon after it, is written, and return the output."""
+    """Send a signal when the checkpoint of this step, or of one soon after it, is written. Return the output."""
     with process:
         saves = [folder / "checkpoints" / f"step-{at}" / "MANIFEST.json" for at in range(step, step + 100, 30)]
         wait_until(f"step {step}", lambda: any(each.exists() for each in saves) or process.poll() is not None, 90)

@@ -1,4 +1,4 @@
-"""The tutorials and the examples with a page do what they say."""
+"""The tutorials and the documented examples work as their pages describe."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from tutorials import PageError, matches, run_page
 pytestmark = [pytest.mark.clone, pytest.mark.timeout(480)]
 
 PAGES = sorted([*ROOT.glob("docs/tutorials/*.md"), *ROOT.glob("docs/from-embeddingbag.md")])
-# A set of Criteo's form is read and trained on by other tests too.
+# Other tests also read a data set of Criteo's format and train on it.
 RUN = [pytest.param(page, marks=[pytest.mark.nightly] if page.stem == "criteo" else []) for page in PAGES]
 EXAMPLES = [ROOT / "examples" / name for name in ("collection", "table")]
 

@@ -90,7 +90,7 @@ def test_a_model_that_uses_all_weights_trains_alike_with_and_without_the_search(
 
 
 def test_ranks_remain_equal_if_a_layer_is_used_late_by_one_rank_or_never(make_stack: MakeStack, tmp_path: Path) -> None:
-    """Whatever the first step uses."""
+    """The layers that the first step uses make no difference."""
     stack = make_stack()
     late = result(stack, tmp_path, used={"1": [4]})
     early = result(stack, tmp_path, used={"0": EVERY, "1": [1, 2]})

@@ -73,7 +73,7 @@ def test_the_processes_of_a_job_share_the_processors(
         + f"from waiting import wait_until\nwait_until('data scripts', lambda: all(map(os.path.exists, {files})), 60)\n"
     )
     one = up(TWO + "data_compose: {entry: data.py, replicas: 2}\nrestarts: 0\n")
-    one.wait()  # a rank that trains nothing is an error
+    one.wait()  # an error, because a rank trains nothing
     shares = {path.name: path.read_text() for path in tmp_path.glob("*-?.txt")}
     assert shares == dict.fromkeys([*files, "rank-0.txt", "rank-1.txt"], str(processors.share(2))), one.output
     for name in ("rank", "data script"):
@@ -96,7 +96,7 @@ def test_two_ranks_train_and_a_second_start_says_so(up: StartUp, tmp_path: Path)
 
 @pytest.mark.usefixtures("binaries")
 def test_a_job_of_new_processes_trains(up: StartUp, tmp_path: Path) -> None:
-    """A variable of Python prevents forks: this is a job as a user starts it, with a hash seed for each rank."""
+    """A variable of Python prevents forks, so the job runs as a user starts it: each rank has its own hash seed."""
     (tmp_path / "train.py").write_text(f"import sys\nprint('torch' in sys.modules)\n{TRAIN}")
     one = up("job: cold\nembedding_config: slots.yml\ntrainer: {entry: train.py, ranks: 2}\n", PYTHON_COLD="1")
     assert one.wait() == 0, one.output

@@ -1,4 +1,4 @@
-"""Jobs of released versions, whose server was killed, resume in this version with equal bits."""
+"""Jobs of released versions whose server was killed resume in this version. Their results are bit-identical."""
 
 import json
 import re
@@ -16,7 +16,7 @@ RELEASED = sorted(path.name for path in VERSIONS.iterdir() if path.is_dir())
 
 @pytest.fixture
 def stopped(request: pytest.FixtureRequest, make_stack: MakeStack) -> Stack:
-    """Return a stack, not started, with a copy of the folders of a version's job."""
+    """Return a stack with a copy of the folders of a version's job. The stack is not started."""
     stack = make_stack(start=False, **upgrade_job.options())
     shutil.copytree(VERSIONS / request.param / "job", stack.folder, dirs_exist_ok=True)
     shutil.copy2(VERSIONS / request.param / "expected.json", stack.folder)
@@ -58,7 +58,7 @@ def crc32c(content: bytes) -> bytes:
 def test_a_job_resumes_where_the_log_is_of_another_version(
     stopped: Stack, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """The server names the version and starts without rows; the job resumes after its checkpoint."""
+    """The server names the version of the log and starts without rows. The job resumes after its checkpoint."""
     base = stopped.folder / "servers" / "0" / "journal" / "base"
     checksum, content = base.read_bytes()[:4], base.read_bytes()[4:]
     assert crc32c(content) == checksum

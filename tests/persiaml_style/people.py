@@ -1,4 +1,4 @@
-"""A small invented data set: who buys depends on the job, the town, the places visited, and the age."""
+"""A small invented data set. Whether a person buys depends on the job, the town, the places visited, and the age."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A TorchServe handler in the manner of PersiaML: rows come from an infer job, the dense model from TorchServe."""
+"""A TorchServe handler in PersiaML's style. Rows come from an infer job, the dense model from TorchServe."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from persia.service import get_embedding_worker_services
 
 
 class Handler(BaseHandler):  # type: ignore[misc]  # torchserve has no types
-    """Scores one serialised :class:`~persia.embedding.data.PersiaBatch` for each request."""
+    """Scores one serialized :class:`~persia.embedding.data.PersiaBatch` for each request."""
 
     def initialize(self, context: Any) -> None:
         """Load the scripted model, and connect to the infer job."""

@@ -1,4 +1,4 @@
-"""Trains on what data_loader.py sends, as PersiaML's training scripts do."""
+"""Trains on the batches that data_loader.py sends, as PersiaML's training scripts do."""
 
 import os
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ class DNN(torch.nn.Module):
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return probabilities ``[batch, 1]``."""
         dense = torch.relu(self.dense(non_id_tensors[0]))
-        hidden = torch.cat([dense] + embedding_tensors, dim=1)  # noqa: RUF005 - TorchScript knows no unpacking
+        hidden = torch.cat([dense] + embedding_tensors, dim=1)  # noqa: RUF005 - TorchScript does not support unpacking
         return torch.sigmoid(self.layers(hidden))
 
 
 class TestPeople(IterableDataset):
-    """Data that is not trained on."""
+    """Data for evaluation."""
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield batches."""

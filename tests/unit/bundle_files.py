@@ -30,7 +30,7 @@ MODEL = {"name": "dcnv2", "cross_layers": 2, "deep_mlp": [16]}
 
 
 def table_of(rows: int, seed: int, *, unseen: bool = False) -> pa.Table:
-    """Return rows. With ``unseen`` a third of them have ids that no training row has, and a tenth misses each value."""
+    """Return rows. With ``unseen``, a third have ids that no training row has, and a tenth lacks each value."""
     random = np.random.default_rng(seed)
     new = (random.random(rows) < 1 / 3) & unseen
     user = np.where(new, 10**12, 0) + random.integers(0, 200, rows)

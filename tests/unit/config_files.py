@@ -1,4 +1,4 @@
-"""A small persia.yml, and the errors of one."""
+"""A small persia.yml, and the errors of a configuration."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ KEYS = ", ".join(Config.model_fields)
 
 
 def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
-    """Return the lines of the error, without ``persia.yml:``."""
+    """Return the lines of the error message, without ``persia.yml:``."""
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         persia.load_config(path, overrides)

@@ -46,7 +46,7 @@ class Marked(Batches):
 
 
 class Plain(Batches):
-    """The same data set without a state: its batches are counted."""
+    """The same data set without a state dict, so its batches are counted."""
 
     state_dict = load_state_dict = None  # type: ignore[assignment]
 
@@ -65,7 +65,7 @@ def run(
     policy: str = "stop",
     every: int = 10,
 ) -> tuple[TrainCtx, Checkpoints, bytes]:
-    """Train to the end; an error that ends it earlier is raised."""
+    """Train to the end. An error that ends training earlier is raised."""
     checkpoints = Checkpoints(folder, every=every, failing_batches=policy)
     with make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(data(), reproducible=True):

@@ -1,6 +1,6 @@
-"""A fake of the module ``pynvml``: what ``persia.monitor.gpus`` uses of it, over devices that a test describes.
+"""A fake of the part of ``pynvml`` that ``persia.monitor.gpus`` uses, with devices that a test describes.
 
-``test_gpus.py`` compares its names and constants with those of the real module where that is installed.
+``test_gpus.py`` compares its names and constants with those of the real module, if the module is installed.
 """
 
 from dataclasses import dataclass, field
@@ -29,12 +29,12 @@ class Device:
     """A GPU of 80 GiB, by default busy for half of the time.
 
     Attributes:
-        uuid: Its name.
+        uuid: The name of the GPU.
         used: The memory that all processes use.
-        held: The memory of each process; None as on a GPU that does not tell.
+        held: The memory of each process; None for a GPU that does not report it.
         busy: The use by each process at its last sample.
-        busy_error: What asking for the use by processes fails with.
-        percent_error: What asking for the use of the GPU fails with.
+        busy_error: The error code of a query for the use by processes.
+        percent_error: The error code of a query for the use of the GPU.
     """
 
     uuid: str
@@ -84,7 +84,7 @@ class FakeNvml(ModuleType):
         return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in handle.held.items()]
 
     def nvmlDeviceGetProcessUtilization(self, handle: Device, since: int) -> list[SimpleNamespace]:  # noqa: N802
-        """Return two samples of each process that are newer."""
+        """Return two newer samples of each process."""
         if handle.busy_error is not None:
             raise NVMLError(handle.busy_error)
         found = [

@@ -31,7 +31,7 @@ def many(number: int) -> Batch:
 
 
 def number(batch: Batch) -> int:
-    """The number of a batch that was taken."""
+    """Return the number of a batch that was taken."""
     assert batch.meta is not None
     return int(batch.meta)
 
@@ -46,7 +46,7 @@ class Ranks:
         self.begin(generation, job)
 
     def begin(self, generation: int, job: str = JOB) -> None:
-        """Start a new run; the ranks of the last one have ended without a message."""
+        """Start a new run. The ranks of the previous run have ended without a message."""
         self.kill()
         self.servers = [feed_server.serve(job, host="127.0.0.1") for _ in range(self.count)]
         for rank, server in enumerate(self.servers):
@@ -58,7 +58,7 @@ class Ranks:
             server.close(RuntimeError("killed"))
 
     def find(self) -> list[dict[str, Any]]:
-        """The answer of discovery."""
+        """The response of discovery."""
         return [
             {"index": str(rank), "replicas": str(self.count), "address": server.address, "started": "1"}
             for rank, server in enumerate(self.servers)
@@ -96,9 +96,9 @@ def connect(ranks: Ranks, index: int = 0, size: int = 1, *, job: str = JOB, star
 def sending(
     ranks: Ranks, count: int, index: int = 0, size: int = 1, *, first: int = 0, changed: int | None = None
 ) -> Iterator[tuple[threading.Thread, list[BaseException], list[int]]]:
-    """A replica that sends ``count`` batches from a thread; it records the batches sent and an early end.
+    """A replica that sends ``count`` batches from a thread, and records the batches sent and an early end.
 
-    The batch ``changed`` differs from the usual one.
+    The content of the batch ``changed`` differs from the usual one.
     """
     ended: list[BaseException] = []
     sent: list[int] = []

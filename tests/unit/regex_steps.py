@@ -1,7 +1,7 @@
-"""Counts the steps of a backtracking matcher, so that a test of linear time needs no clock.
+"""Counts the steps of a backtracking matcher. Tests of linear time then need no clock.
 
-:class:`Counted` has the results of a pattern of ``re``. Beside each search it tries all starts itself, as ``re`` does
-without its short cuts, and compares the ends of its matches with those of ``re``.
+:class:`Counted` returns the results of a pattern of ``re``. In addition to each search, it tries all starts itself, as
+``re`` does without its shortcuts, and compares the ends of its matches with those of ``re``.
 """
 
 import re
@@ -126,7 +126,7 @@ class Counted:
             raise NotImplementedError(op)
 
     def _repeat(self, op: Any, value: Any, at: int) -> Iterator[int]:
-        """Yield the ends of a repetition. What is repeated has one end only in the patterns that are tested."""
+        """Yield the ends of a repetition. In the tested patterns, each repeated item has only one end."""
         least, most, inner = value
         items = [*inner]
         if op is ops.MAX_REPEAT:

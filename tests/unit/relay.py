@@ -12,7 +12,7 @@ class Relay:
     """Forwards bytes to ``target`` and back.
 
     Attributes:
-        address: The address at which it listens.
+        address: The address at which the proxy listens.
     """
 
     def __init__(self, target: str) -> None:

@@ -41,12 +41,12 @@ class SmallModel:
     )
 
     def __init__(self, scale: float = 1.0, *, delay_s: float = 0.0, exported_at: float = 0.0) -> None:
-        """Make a model.
+        """Create a model.
 
         Args:
-            scale: Distinguishes one model from another.
-            delay_s: Seconds that each batch takes.
-            exported_at: When its bundle was written.
+            scale: A factor that distinguishes models.
+            delay_s: The duration of each batch in seconds.
+            exported_at: The time at which the bundle was written.
         """
         self.identity = f"small-{scale:g}"
         self.scale = scale
@@ -85,5 +85,5 @@ class SmallModel:
         return scores.astype(np.float32)[:, None], 2 * len(samples), len(samples)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the model."""
         self.closed = True

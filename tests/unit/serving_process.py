@@ -28,7 +28,7 @@ START_S = 60.0
 
 
 def write_bundle(folder: Path, scale: float, **keys: Any) -> Path:
-    """Write a bundle of the small model. It appears complete."""
+    """Write a bundle of the small model atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "part"
     part.write_text(json.dumps({"scale": scale, **keys}))
@@ -39,8 +39,8 @@ def write_bundle(folder: Path, scale: float, **keys: Any) -> Path:
 def load(path: Path) -> SmallModel:
     """Load a bundle of the small model.
 
-    One with the key ``damaged`` cannot be loaded. One with ``broken`` ends the scores. One with ``slow`` says that it
-    is loading, and takes minutes in native code.
+    A bundle with the key ``damaged`` cannot be loaded. A bundle with ``broken`` ends the thread that scores. A bundle
+    with ``slow`` reports that it is loading, and loads for minutes in native code.
     """
     content = json.loads((path / "manifest.json").read_text())
     if content.pop("damaged", None):
@@ -57,7 +57,7 @@ def load(path: Path) -> SmallModel:
 
 
 class _Broken(SmallModel):
-    """A model whose rows end the thread that scores: their number can be read once."""
+    """A model whose rows end the thread that scores, because the number of rows can be read only once."""
 
     def transform(self, data: Any) -> Any:
         class Rows:
@@ -82,7 +82,7 @@ class Client:
     def ask(
         self, method: str, path: str, body: bytes | str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], Any]:
-        """Return status, headers with small letters, and the body: JSON, or bytes of another type."""
+        """Return the status, the headers in lower case, and the body: parsed JSON, or bytes of another type."""
         self.connection.request(method, path, body, {**self.headers, **(headers or {})})
         answer = self.connection.getresponse()
         content, found = answer.read(), {name.lower(): value for name, value in answer.getheaders()}
@@ -105,11 +105,11 @@ class Serving:
 
     @property
     def output(self) -> str:
-        """What it has logged."""
+        """The log of the process."""
         return self.log.read_text()
 
     def says(self, text: str, timeout: float = 30.0) -> str:
-        """Wait until it has logged a text, and return the line."""
+        """Wait until the process has logged a text, and return the line."""
 
         def found() -> str | None:
             line = next((line for line in self.output.splitlines() if text in line), None)
@@ -119,33 +119,33 @@ class Serving:
         return wait_until(f"{text!r}", found, timeout, evidence=lambda: self.output)
 
     def client(self, token: str | None = None) -> Client:
-        """Return a client; it is closed with the process."""
+        """Return a client, which is closed with the process."""
         client = Client(self.port, token)
         self.sockets.append(client.connection)
         return client
 
     def connect(self) -> socket.socket:
-        """Return a connection; it is closed with the process."""
+        """Return a connection, which is closed with the process."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
         self.sockets.append(connection)
         return connection
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End it by a signal, and return its exit code."""
+        """End the process by a signal, and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(30)
 
     def metric(self, line: str) -> float:
-        """Return the value of a line of its metrics."""
+        """Return the value of a metric of the process."""
         _, _, text = self.client().ask("GET", "/metrics")
         return next((float(each.split()[-1]) for each in text.decode().splitlines() if each.startswith(line)), 0.0)
 
 
 @contextmanager
 def started(path: Path, log: Path, environment: dict[str, str] | None = None, **limits: Any) -> Iterator[Serving]:
-    """Start a process that serves a bundle of the small model, and end it with the block."""
-    from forking import Popen  # not in the process that serves
+    """Start a process that serves a bundle of the small model. It ends with the block."""
+    from forking import Popen  # imported here, because the serving process does not need it
 
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     words = [sys.executable, __file__, str(path), *(f"{name}={value}" for name, value in limits.items())]
@@ -166,7 +166,7 @@ def started(path: Path, log: Path, environment: dict[str, str] | None = None, **
 
 @contextmanager
 def serving(path: Path, log: Path, environment: dict[str, str] | None = None, **limits: Any) -> Iterator[Serving]:
-    """Serve a bundle of the small model by a process, until the end of the block."""
+    """Serve a bundle of the small model in a process until the end of the block."""
     with started(path, log, environment, **limits) as found:
         line = found.says(": http", START_S)
         found.port = int(line.split("127.0.0.1:")[1].split(",")[0])

@@ -1,4 +1,4 @@
-"""tritonclient in an environment of its own, because it wants an older protobuf."""
+"""tritonclient in a separate environment, because it requires an older protobuf."""
 
 import json
 import os
@@ -14,7 +14,7 @@ _CLIENT = Path(__file__).with_name("triton_client.py")
 
 
 def install(folder: Path) -> Path:
-    """Make an environment with tritonclient, and return its Python."""
+    """Create an environment with tritonclient, and return its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -26,7 +26,7 @@ def install(folder: Path) -> Path:
 def ask(
     python: Path, places: Sequence[str], name: str, token: str, spec: Mapping[str, tuple[str, list[Any]]]
 ) -> list[tuple[str, list[float]]]:
-    """Return the bundle and the scores, by HTTP with binary tensors, by HTTP with JSON, and by gRPC.
+    """Return the identity of the bundle and the scores: over HTTP with binary tensors, over HTTP with JSON, over gRPC.
 
     Args:
         python: The result of :func:`install`.

@@ -13,7 +13,7 @@ PLACE = re.compile(r"`(?P<name>[A-Za-z_:.]+)` (?:in `(?P<file>[a-z_./]+\.(?:rs|p
 
 
 def places(text: str) -> list[tuple[str, Path]]:
-    """Return each function that the page names, and its file; "there" is the file named before."""
+    """Return each function that the page names, and its file. "there" means the last named file."""
     found: list[tuple[str, Path]] = []
     for match in PLACE.finditer(text):
         if match["file"] is None:
@@ -25,7 +25,7 @@ def places(text: str) -> list[tuple[str, Path]]:
 
 
 def missing(named: list[tuple[str, Path]]) -> list[str]:
-    """Return the names that are not defined in the file given for them."""
+    """Return the names that their files do not define."""
     gone = []
     for name, file in named:
         last = re.split(r"::|\.", name)[-1]

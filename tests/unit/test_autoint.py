@@ -64,7 +64,7 @@ def test_logits_follow_the_formula_sample_by_sample(attention: str) -> None:
 
 
 def step(auto: AutoInt, given: tuple[list[torch.Tensor], list[torch.Tensor]]) -> tuple[int, list[torch.Tensor]]:
-    """Return the bytes that the forward keeps, and the output with the gradients of weights and inputs."""
+    """Return the bytes that the forward pass keeps, and the output with the gradients of weights and inputs."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_wrong_keys_are_named(tmp_path: Path, verb: Verb, keys: dict[str, Any], 
 
 @pytest.mark.row("S4-14")
 def test_a_run_computes_attention_as_its_key_says(tmp_path: Path) -> None:
-    """The two runs differ in rounding, and the second one may continue the first."""
+    """Runs with the two values of ``attention`` differ in rounding. The second run may continue the first one."""
     states = []
     for attention in ("sdpa", "math"):
         block = {"name": "autoint", "attention": attention, "deep_mlp": [8], "width": 8}

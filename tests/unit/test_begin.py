@@ -45,7 +45,7 @@ def test_another_error_is_not_retried() -> None:
 
 
 def test_the_log_names_the_generation_of_each_training_loop(caplog: pytest.LogCaptureFixture) -> None:
-    """Status shows the newest generation, and each loop begins one."""
+    """Each training loop begins a generation, and ``persia status`` shows the newest one."""
 
     def renew(_: bool) -> int:
         engine.generation += 1

@@ -1,4 +1,4 @@
-"""A benchmark that is invalid because of noise, or that dies, is reported as such, and the others are measured."""
+"""A benchmark that dies or is invalid because of noise is reported as such, and the others are measured."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def program(text: str, *records: Record) -> list[str]:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
-    """Run ``benches/run.py`` with these parts instead of its own; records go to ``tmp_path/runs/bench.json``."""
+    """Run ``benches/run.py`` with other parts. Records go to ``tmp_path/runs/bench.json``."""
 
     def call(*words: str, **parts: Iterator[Record]) -> int:
         monkeypatch.setattr(run, "ROOT", tmp_path)

@@ -47,7 +47,7 @@ def seen(folder: Path, width: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run; the name of its file has characters of HTML."""
+    """The folder of a run. The name of its file has characters of HTML."""
     folder = tmp_path_factory.mktemp("page")
     write_clicks(folder / NAME, 1_000)
     trainer, _ = fit(persia.load_config(write_config(folder, data={"batch_size": 256, "train": NAME})))

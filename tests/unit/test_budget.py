@@ -1,4 +1,4 @@
-"""A run that may cost so much: it is saved, and stops; it continues with more."""
+"""A run whose cost reaches ``budget.usd`` is saved and stops. It continues with a larger budget."""
 
 import itertools
 import json
@@ -30,14 +30,14 @@ def limited(folder: Path, usd: float, **blocks: Any) -> Config:
 
 
 def each_look_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let time pass with each look at the clock, so that the test does not depend on the speed."""
+    """Advance the time by a constant at each reading of the clock. The test then does not depend on the speed."""
     now = itertools.count()
     monkeypatch.setattr("persia.trainer.budget.monotonic", lambda: next(now) * seconds)
 
 
 @pytest.mark.row("S4-39")
 def test_a_run_that_has_cost_its_limit_is_saved_and_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By the real clock: it stops about a second after its start."""
+    """The test uses the real clock, so the run stops about a second after its start."""
     config = limited(tmp_path, 1.0, data={"epochs": 5000})
     trainer, _ = fit(config)
     found = summary(trainer)
@@ -48,7 +48,7 @@ def test_a_run_that_has_cost_its_limit_is_saved_and_stops(tmp_path: Path, caplog
     assert newest is not None and Path(newest).name == f"step-{found['step']}"
     checkpoint.Checkpoint(newest).verify()
     assert f"the run is saved after step {found['step']}, and stops" in caplog.text
-    assert "test" not in found  # an evaluation costs too
+    assert "test" not in found  # no evaluation, which would add to the cost
 
 
 @pytest.mark.row("S4-39")

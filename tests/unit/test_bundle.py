@@ -1,4 +1,4 @@
-"""What is refused: damaged bundles, wrong rows, and exports that would not be right. Nothing incomplete looks whole."""
+"""Refusals: damaged bundles, wrong rows, and wrong exports. An incomplete folder is never taken for a bundle."""
 
 import errno
 import os
@@ -140,7 +140,7 @@ def test_a_folder_without_a_bundle(tmp_path: Path, whole: Path) -> None:
         assert "persia export" in refused.value.hint
 
 
-# --- what a bundle does not need
+# --- files that a bundle does not need
 
 
 def test_a_bundle_is_served_without_what_training_needs(whole: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_bundle_describes_itself(whole: Path) -> None:
 
 
 def limited(folder: Path, calls: int) -> int:
-    """Write a folder in another process, which is killed at its n-th call of the system; return its exit status."""
+    """Write a folder in another process, which is killed at its n-th system call. Return its exit status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 class Centred(torch.nn.Module):
-    """Its output depends on the other rows of a batch."""
+    """A model whose output depends on the other rows of a batch."""
 
     def __init__(self, embedding_dims: list[int]) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Centred(torch.nn.Module):
 
 
 class Branching(torch.nn.Module):
-    """Its forward depends on values, which only TorchScript can express."""
+    """A model whose forward pass depends on values, which only TorchScript can express."""
 
     def __init__(self, embedding_dims: list[int]) -> None:
         super().__init__()

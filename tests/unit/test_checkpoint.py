@@ -312,7 +312,7 @@ def test_a_name_outside_the_checkpoint_overwrites_nothing(configure: Configure, 
 
 
 def test_the_manifest_counts_what_was_saved(configure: Configure, tmp_path: Path) -> None:
-    """Also while look-ups in advance insert rows."""
+    """The counts are correct even while look-ups in advance insert rows."""
     configure(SLOTS)
     with make() as ctx:
         for batch in DataLoader(Batches(20, batch_size=2000, ids=10**9), embedding_staleness=8):
@@ -348,7 +348,7 @@ with make() as ctx:
 
 
 def test_kill_9_while_saving_leaves_a_whole_checkpoint(configure: Configure, tmp_path: Path) -> None:
-    """A trainer that saves at every step is killed at random moments; its checkpoint always loads, and is recent."""
+    """A trainer that saves at every step is killed at random moments. A recent checkpoint always loads."""
     configure(SLOTS)
     target = tmp_path / "ckpt"
     here = Path(__file__).parent

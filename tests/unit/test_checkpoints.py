@@ -1,4 +1,4 @@
-"""Runs that save themselves while they train, and resume from their checkpoints, in embedded mode."""
+"""Runs with automatic checkpoints, and their resumption, in the embedded mode."""
 
 import json
 import logging
@@ -140,7 +140,7 @@ def test_a_schedulers_state_belongs_to_the_run(configure: Configure, tmp_path: P
     (tmp_path / "run").rename(tmp_path / "other")
     third, loaded = ctx_and_scheduler()
     with third:
-        third.load_checkpoint(tmp_path / "by hand")  # has no states, so they are not changed
+        third.load_checkpoint(tmp_path / "by hand")  # this checkpoint has no states, so the objects do not change
         assert loaded.last_epoch == 0
         third.load_checkpoint(tmp_path / "other" / "step-8")
         assert loaded.state_dict() == scheduler.state_dict()
@@ -191,7 +191,7 @@ def test_a_checkpoint_in_a_newer_format_is_never_called_damaged(configure: Confi
 def test_training_goes_on_while_a_save_is_written(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files have the state of the cut, even if training continues; the next checkpoint waits for them."""
+    """The files have the state of the cut, although training continues. The next checkpoint waits for them."""
     expected = whole(configure, tmp_path / "undisturbed")
     write, trained = Save._write, threading.Event()
 
@@ -204,7 +204,7 @@ def test_training_goes_on_while_a_save_is_written(
         monkeypatch.setattr(Save, "_write", write_late)
         for batch in DataLoader(Batches(STEPS), reproducible=True):
             step(ctx, batch)
-            if ctx.step == 19:  # nothing of step 10's save is written by now
+            if ctx.step == 19:  # no file of step 10's save is written yet
                 trained.set()
         assert everything(ctx) == expected
     for saved in (10, 20):
@@ -241,11 +241,11 @@ def test_a_dump_that_does_not_block(configure: Configure, tmp_path: Path, monkey
             with pytest.raises(StorageError, match="no space left"):
                 ask()
         assert everything(ctx) == expected  # nothing was cleared
-        ctx.clear_embeddings()  # the error was reported
+        ctx.clear_embeddings()  # raises no error, because the error was already reported
 
 
 def test_the_save_of_a_step_that_was_passed_over_is_made_up_for(configure: Configure, tmp_path: Path) -> None:
-    """After a loop that was left at this step, with a batch that was not trained on."""
+    """The script leaves one batch untrained, so no save happens at the step of the interval."""
     configure(SLOTS)
     with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         loader = DataLoader(Batches(STEPS))
@@ -281,7 +281,7 @@ def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) ->
 
 
 def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> None:
-    """Code after the loop, such as an evaluation, may be interrupted and restarted: nothing is trained twice."""
+    """If code after the loop, such as an evaluation, is interrupted and restarted, nothing is trained twice."""
     configure(SLOTS)
     for trained in (STEPS, 0):
         with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
@@ -292,7 +292,7 @@ def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> N
 def test_a_second_loop_of_a_resumed_run_is_a_warning(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A script that repeats passes trains those before its checkpoint again; here it is at the end of the third."""
+    """A resumed script repeats the passes before its checkpoint, which is at the end of the third pass here."""
     configure(SLOTS)
     for resumed in (False, True):
         with make(checkpoints=Checkpoints(tmp_path / "run", every=3)) as ctx, caplog.at_level(logging.WARNING):

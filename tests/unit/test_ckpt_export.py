@@ -48,7 +48,7 @@ def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_endpoint_of_s3_overrides_that_of_all_services(
     saved: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Amazon's own tools read both."""
+    """Amazon's own tools read both variables."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.address)
     ObjectStore(URL).put(saved, "step-10")
@@ -90,7 +90,7 @@ def sent(server: Server) -> list[str]:
 
 @contextlib.contextmanager
 def broken_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the process be interrupted when it sends the part after these."""
+    """Let the process be interrupted when it sends the part after the given ones."""
     send, count = multipart._Object.send, 0
 
     def limited(self: multipart._Object, operation: str, content: bytes, **arguments: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_every_request_with_content_has_its_checksum(saved: Path, monkeypatch: p
 
 @pytest.mark.row("S4-28")
 def test_an_object_that_differs_from_its_file_is_deleted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server does not compare the checksums of parts, as S3 does."""
+    """Unlike S3, the server of the tests does not verify the checksums of parts."""
     call = Bucket.call
 
     def corrupts(self: Bucket, operation: str, **arguments: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_an_interrupted_export_continues(
 
 @pytest.mark.row("S4-28")
 def test_parts_of_another_content_are_sent_again(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the same size in the store, of an interrupted upload of another checkpoint."""
+    """The store has a part of the same size from an interrupted upload of another checkpoint."""
     key = "runs/census/step-10/dense.pt"
     begun = client().create_multipart_upload(Bucket="bucket", Key=key, ChecksumAlgorithm="SHA256")
     for number in (1, 2):
@@ -241,7 +241,7 @@ def test_another_checkpoint_is_replaced_with_force_only(saved: Path, tmp_path: P
     assert client().get_object(Bucket="bucket", Key=key)["Body"].read() == b"{}", "it is unchanged"
     assert len(client().list_objects_v2(Bucket="bucket")["Contents"]) == 1, "nothing is sent"
     verb("ckpt", command, str(saved), ADDRESS, "--force")
-    verb("ckpt", command, str(saved), ADDRESS)  # the same one: nothing to replace
+    verb("ckpt", command, str(saved), ADDRESS)  # the same checkpoint, so nothing is replaced
     copy(ADDRESS, str(tmp_path / "back"))
 
 
@@ -322,7 +322,7 @@ def test_a_missing_bucket_and_a_store_that_does_not_answer(saved: Path, monkeypa
     assert "AWS_ENDPOINT_URL" in caught.value.hint
 
 
-# --- Permissions, which the server checks here: users have policies
+# --- Permissions: here, the server checks the policies of users
 
 
 def request(server: Server, method: str, path: str, body: bytes = b"") -> None:
@@ -335,7 +335,7 @@ def request(server: Server, method: str, path: str, body: bytes = b"") -> None:
 
 @pytest.fixture
 def allowed(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that makes the user of this process one with some permissions only."""
+    """Return a function that gives this process a user with only some permissions."""
     made: list[str] = []
 
     def allow(*actions: str) -> None:

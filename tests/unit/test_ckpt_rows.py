@@ -102,7 +102,7 @@ def test_exported_and_imported_rows_are_equal(
 
 
 def test_training_from_imported_rows_begins_with_the_initial_state(tmp_path: Path) -> None:
-    """Rows of an untrained table, and the same rows imported, are bit-identical after training."""
+    """Training gives bit-identical rows from an untrained table and from its exported and imported rows."""
     optimizer = Adagrad(0.1, initial_accumulator_value=0.3)
     ids = np.arange(200, dtype=np.uint64)
     zeros = np.zeros((200, 4), np.float32)
@@ -343,7 +343,7 @@ def test_a_checkpoint_of_persiaml_is_refused_by_name(configure: Configure, tmp_p
 
 
 def test_a_trainer_starts_from_imported_rows(tmp_path: Path) -> None:
-    """An id that is not in the data keeps its vector to the end of training."""
+    """An id that does not occur in the data keeps its imported vector until the end of training."""
     config = config_of(tmp_path, train={"start_from": "pretrained"})
     ids = pq.read_table(tmp_path / "clicks.parquet")["id0"].unique().to_pylist()
     far = 10_000

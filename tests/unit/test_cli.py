@@ -89,7 +89,7 @@ def test_checkpoints(configure: Configure, tmp_path: Path) -> None:
     damaged = run("ckpt", "list", tmp_path / "runs" / "first")
     assert damaged.returncode == 0 and "BROKEN" in damaged.stdout and "no checkpoints" not in damaged.stdout
     shutil.copytree(tmp_path / "runs" / "first", tmp_path / "saves" / "step-3")
-    (tmp_path / "saves" / "MANIFEST.json").write_text("{")  # it hides no checkpoint of the folder
+    (tmp_path / "saves" / "MANIFEST.json").write_text("{")  # a damaged manifest hides no checkpoint of the folder
     both = run("ckpt", "list", tmp_path / "saves").stdout.splitlines()
     assert len(both) == 2 and "step-3" in both[0] and both[1].startswith(f"{tmp_path / 'saves'}  BROKEN")
 

@@ -10,7 +10,7 @@ import torch
 from conftest import Batches, Configure
 from small_collection import IDS, Whole, arrays, bits, collection, fresh, rows, step
 from test_training import SLOTS, everything, loss_fn, make, train
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not explicitly
 
 from persia.backend.local import LocalBackend
 from persia.data import DataLoader
@@ -42,7 +42,7 @@ def test_it_equals_train_ctx_bit_for_bit(configure: Configure, optimizer: Optimi
 
 
 class Bags(torch.nn.Module):
-    """The same tables in plain torch: ``a`` and ``c`` share one, ``b`` is a mean, ``d`` is weighted."""
+    """The same tables in plain torch: ``a`` and ``c`` share a table, ``b`` is a mean, ``d`` is weighted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Bags(torch.nn.Module):
 
 @pytest.mark.stack
 def test_it_equals_torch_embedding_bag() -> None:
-    """100 steps of SGD to 1e-5: shared tables, mean, per-sample weights, features that the loss sometimes ignores."""
+    """The results of 100 SGD steps agree to 1e-5: shared tables, means, weights, features that the loss ignores."""
     torch.manual_seed(5)
     tables = EmbeddingCollection(
         [
@@ -127,7 +127,7 @@ def test_it_equals_torch_embedding_bag() -> None:
 
 
 def test_two_forwards_and_one_backward() -> None:
-    """As in a model with two towers over the same tables."""
+    """A model with two towers over the same tables does this."""
     tables = collection(SGD(1.0))
     ids = torch.arange(6)
     features = {"a": ids, "b": ids}
@@ -239,9 +239,9 @@ def test_a_learning_rate_that_does_not_fit_changes_nothing(tmp_path: Path) -> No
 
 
 def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it cannot begin, and when it is closed in a run that has failed."""
+    """The error ends a collection that cannot begin, or one that is closed in a failed run."""
     ends: list[BaseException | None] = []
-    made: weakref.WeakSet[LocalBackend] = weakref.WeakSet()  # those of other tests may be closed in the meantime
+    made: weakref.WeakSet[LocalBackend] = weakref.WeakSet()  # backends of other tests may be closed in the meantime
     make, close = LocalBackend.__init__, LocalBackend.close
 
     def counted(self: LocalBackend, *arguments: Any, **options: Any) -> None:

@@ -143,7 +143,7 @@ def test_it_is_made_outside_of_contexts_and_not_copied(configure: Configure) -> 
 
 
 def test_a_batch_that_is_refused_ends_no_generation() -> None:
-    """The engine detects more ids than a look-up may have, before the look-up."""
+    """The engine refuses a batch with too many ids before its look-up."""
     tables = collection(SGD(1.0), staleness=2)
     ids = torch.arange(6)
     tables({"a": ids, "b": ids})["a"].sum().backward()

@@ -9,7 +9,7 @@ import torch
 from conftest import Configure, TinyModel
 from small_collection import TABLES, Whole, arrays, collection, rows
 from test_training import SLOTS, loss_fn
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not explicitly
 
 from persia.backend.local import LocalBackend
 from persia.ctx import eval_ctx
@@ -78,7 +78,7 @@ def test_a_state_dict_is_taken_with_the_rows_of_its_checkpoint(tmp_path: Path, h
 
 
 def test_the_best_state_dict_of_a_training_is_refused_later(tmp_path: Path) -> None:
-    """Early stopping: the rows are not rolled back with the dense weights."""
+    """Early stopping restores the dense weights, but not the rows."""
     whole = make()
     train(whole)
     best = copy.deepcopy(whole.state_dict())
@@ -140,7 +140,7 @@ def test_a_reference_that_is_something_else_is_refused() -> None:
 
 
 def test_ranks_may_name_the_same_rows_differently() -> None:
-    """Each rank takes a state dict before a save, which rank 0 writes."""
+    """Each rank takes a state dict before rank 0 writes a checkpoint."""
     ranks = [RowsVersion(), RowsVersion()]
     references = []
     for rank in ranks:
@@ -205,7 +205,7 @@ def test_a_skipped_step_leaves_the_rows_only_where_no_other_rank_pushes(
 def test_whether_rows_on_servers_are_those_of_a_state_dict_is_not_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a process that evaluates rows that another one trains."""
+    """The process only evaluates rows that another process trains."""
     whole = make()
     train(whole)
     state = whole.state_dict()

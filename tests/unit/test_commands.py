@@ -1,4 +1,4 @@
-"""Commands in messages: a user pastes them into a shell, so that a path with a space has to be quoted."""
+"""Commands in messages. Users paste them into a shell, so a path with a space must be quoted."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""``docs/configuration.md`` is current, and the blocks agree with the classes behind them."""
+"""``docs/configuration.md`` is current, and the blocks agree with the classes that they configure."""
 
 import inspect
 

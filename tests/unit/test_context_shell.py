@@ -112,7 +112,7 @@ def test_a_command_works_on_a_copy(workspace: Path, docker: Path, verb: Verb) ->
 
 @pytest.mark.row("S1-09")
 def test_what_cannot_be_copied_is_named(workspace: Path, docker: Path, verb: Verb, tmp_path: Path) -> None:
-    """A link out of the folder, or a socket, would be missing in the container without a word."""
+    """Without the message, a link out of the folder or a socket would silently be missing in the container."""
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "big.parquet").write_text("rows")
     (workspace / "rows").symlink_to(tmp_path / "rows")
@@ -173,19 +173,19 @@ http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
 
 
 def stopped(port: int) -> bool:
-    """Ask the notebook to end, which it does with or without an answer, and return whether it was asked."""
+    """Ask the notebook to end, and return whether it got the request. It may end without a response."""
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/stop", timeout=10)
     except http.client.RemoteDisconnected:
         return True
-    except OSError:  # it does not listen yet
+    except OSError:  # the notebook does not listen yet
         return False
     return True
 
 
 @pytest.fixture
 def notebook_port(docker: Path) -> int:
-    """The port of a notebook of the image."""
+    """Return the port of a notebook of the image."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -198,7 +198,7 @@ def notebook_port(docker: Path) -> int:
 def test_a_notebook_prints_its_address_when_it_answers(
     workspace: Path, docker: Path, notebook_port: int, verb: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A port that accepts connections proves nothing: Docker's proxy does so before the server listens."""
+    """A port that accepts connections is no proof, because Docker's proxy accepts them before the server listens."""
     opened: list[str] = []
     was_ready: list[bool] = []
 
@@ -250,7 +250,7 @@ def test_a_notebook_that_does_not_answer_is_not_called_ready(
 
 @pytest.mark.row("S1-07")
 def test_a_shell_has_the_terminal(workspace: Path, docker: Path) -> None:
-    """On a terminal docker gets no ``--no-TTY``, and the shell's standard streams are that terminal."""
+    """On a terminal, docker gets no ``--no-TTY``, and the shell has the terminal as its standard streams."""
     shell = Terminal(
         ["-m", "persia", "debug", "shell", "--context", str(workspace)], env={**os.environ, "PS1": "$ "}, cwd=workspace
     )
@@ -277,7 +277,7 @@ def test_a_shell_that_is_stopped_leaves_no_copy(workspace: Path, docker: Path) -
 
 
 def test_a_stop_before_the_container_runs_leaves_no_copy(workspace: Path, docker: Path, tmp_path: Path) -> None:
-    """The docker that is asked for its version stops the process that asks, which has made the copy."""
+    """The fake docker stops its parent when it is asked for its version, after the parent has made the copy."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (docker / "docker").write_text(f'#!/bin/sh\nls "$TMPDIR" > {docker}/there\nkill -TERM $PPID\nexec sleep 600\n')

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: here S3, served by a real program."""
+"""Replicas of checkpoints in an object store. The store is S3, served by a real program."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def objects(url: str = URL) -> list[str]:
 
 
 def checkpoint(configure: Configure, folder: Path, seed: int = 1) -> Path:
-    whole(configure, folder, steps=11, seed=seed)  # one more: a checkpoint follows the body of the loop
+    whole(configure, folder, steps=11, seed=seed)  # one step more, because a checkpoint follows the body of the loop
     return folder / "step-10"
 
 
@@ -57,7 +57,7 @@ def test_a_run_goes_on_from_its_copy_on_a_new_disk_with_equal_bits(configure: Co
 
 
 def enter_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be in the job ``census`` from now on."""
+    """Make this process part of the job ``census``."""
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     monkeypatch.setenv("PERSIA_JOB", "census")
     monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
@@ -67,7 +67,7 @@ def enter_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_lost_its_disk_is_found_by_its_replicas(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a job, where the folder has the name of the run."""
+    """The run belongs to a job, so its folder is named after the run."""
     saved = checkpoint(configure, tmp_path / "elsewhere")
     enter_job(tmp_path, monkeypatch)
     name = "census-20260101-000000"
@@ -89,7 +89,7 @@ def test_a_run_that_lost_its_disk_is_found_by_its_replicas(
 def test_the_newest_run_counts_wherever_it_is_found(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk that replaces a lost one may hold an older run."""
+    """The disk that replaces a lost one may have an older run."""
     saved = checkpoint(configure, tmp_path / "elsewhere")
     enter_job(tmp_path, monkeypatch)
     older, newer = "census-20260101-000000", "census-20260102-000000"
@@ -189,7 +189,7 @@ def test_another_checkpoint_of_the_same_name_is_never_mixed_with_the_first(
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "_put", refuse)
-        ObjectStore(URL).put(first, "step-10")  # the same checkpoint: nothing to do
+        ObjectStore(URL).put(first, "step-10")  # the same checkpoint, so nothing is uploaded
         second = checkpoint(configure, tmp_path / "second", seed=2)
         with pytest.raises(StorageError, match="the store is gone"):
             ObjectStore(URL).put(second, "step-10")
@@ -235,7 +235,7 @@ def test_a_damaged_replica_is_listed_beside_the_whole_ones(verb: Verb, configure
     assert whole_one.startswith(f"{URL}/step-10  step 10  ")
     assert broken.startswith(f"{URL}/step-9  BROKEN: ") and MANIFEST in broken
     with pytest.raises(CheckpointError, match=re.escape(f"{URL}/step-9")):
-        ObjectStore(URL).whole()  # what is newest is unknown
+        ObjectStore(URL).whole()  # the newest checkpoint is unknown
 
 
 def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(

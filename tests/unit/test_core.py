@@ -1,4 +1,4 @@
-"""The compiled module: its build information, its stubs, and a stale one."""
+"""The compiled module: its build information, its stubs, and a stale module."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def test_build_information() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_process_waits_until_the_name_of_nats_has_an_address(tmp_path: Path) -> None:
-    """In a stack, a service may start before the container of NATS, whose name has no address until then."""
+    """In a stack, a service may start before the container of NATS. Until then, the name of NATS has no address."""
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     ask = "from persia_core.discovery import advertised_host as ask; print(ask('nats://late-nats:4222', timeout_s={}))"
@@ -69,7 +69,7 @@ def test_submodules_can_be_imported_by_name() -> None:
 @pytest.mark.stack
 @pytest.mark.row("S0-21")
 def test_a_lone_library_wins_by_pythonpath(tmp_path: Path) -> None:
-    """A developer's persia_core.so overrides the installed package, which is not uninstalled."""
+    """A persia_core.so on PYTHONPATH overrides the package, which stays installed."""
     shutil.copy(loaded_file(), tmp_path / "persia_core.so")
     code = "import persia, persia_core, persia_core.forward; print(persia_core.__file__, persia_core.FEATURES)"
     done = subprocess.run(

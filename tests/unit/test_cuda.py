@@ -1,4 +1,4 @@
-"""Without a CUDA device, requesting one is an error with instructions; device work is simulated on the CPU."""
+"""Without a CUDA device, a request for one is an error with instructions. The CPU simulates work on a device."""
 
 import contextlib
 import logging
@@ -98,7 +98,7 @@ def scaled(scale: LossScale | None) -> TrainCtx:
 
 
 def train(ctx: TrainCtx, steps: int, spoil: int = -1) -> list[float]:
-    """Return what each step back-propagated; one of them has a gradient that overflows."""
+    """Return the loss that each step back-propagated. The gradient of one step overflows."""
     losses = []
     for number, batch in enumerate(DataLoader(Batches(steps), reproducible=True)):
         output, labels = ctx.forward(batch)
@@ -173,7 +173,7 @@ def test_the_scale_stops_growing_and_goes_on_from_a_checkpoint(configure: Config
 
 
 class OnDevice:
-    """A batch whose vectors are on a device, as the training loop uses it; the CPU simulates the device."""
+    """A batch whose vectors are on a device, as the training loop uses it. The CPU simulates the device."""
 
     device_id, slots, step = 0, ("a", "b"), 7
     dense_names = label_names = (None,)
@@ -227,9 +227,9 @@ def one_step(
     scale: LossScale | None = None,
     asked: list[str] | None = None,
 ) -> float:
-    """Run the backward half of a step of that batch; returns the dense weight after it, 2 before.
+    """Run the backward half of a step with a batch, and return the dense weight, which was 2 before.
 
-    The gradient of sample ``spoilt`` of the last embedding is not finite.
+    The gradient of sample ``spoilt`` in the last embedding is not finite.
     """
     dense = torch.nn.Parameter(torch.tensor([2.0]))
     embeddings = [torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True) for _ in batch.slots]
@@ -280,7 +280,7 @@ def test_what_a_device_flags_is_not_pushed(
 
 
 def test_a_gradient_of_a_sample_without_ids_is_looked_at_as_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    """The sums of the device do not contain it: no id of the sample gets it."""
+    """The sums on the device do not contain the gradient, because the sample has no id that receives it."""
     batch = OnDevice(flag=0)
     with caplog.at_level(logging.WARNING):
         assert one_step(batch, spoilt=1) == 2.0
@@ -338,7 +338,7 @@ def test_tensors_are_handed_over_on_their_own_device(monkeypatch: pytest.MonkeyP
 
 
 class Played:
-    """A device for contexts, simulated on the CPU; it records the calls."""
+    """A device for contexts that is simulated on the CPU and records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[object] = []
@@ -376,7 +376,7 @@ def test_a_lookup_on_another_device_is_not_the_contexts(configure: Configure, mo
             with contextlib.nullcontext() if ctx is outer else ctx:
                 for device_id in (None, 0, 1):
                     ctx.get_embedding_from_data(batch, device_id)
-    # None is the context's own device, with its dtype.
+    # None selects the context's own device and dtype.
     assert played.calls == [None, None, 1] * 3
 
 
@@ -406,7 +406,7 @@ def test_a_run_of_a_device_goes_on_without_one(
         return TrainCtx(SGD(0.1), dense, model=model, checkpoints=Checkpoints(folder, every=2, state=state))
 
     with run(tmp_path) as ctx, monkeypatch.context() as patch:
-        # The content that torch writes for a tensor on a device.
+        # Torch writes this content for a tensor on a device.
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         train(ctx, 2)
     saved = next(tmp_path.glob("step-2"))

@@ -35,7 +35,7 @@ def test_the_committed_ptx_is_what_the_source_gives() -> None:
 
 
 def test_ptx_that_is_not_of_the_source_is_refused(tmp_path: Path) -> None:
-    """The check above can fail: the same tool, over a source with one constant changed."""
+    """The tool reports a difference for a source with one changed constant."""
     folder = tmp_path / "rust_core" / "cuda" / "src"
     folder.mkdir(parents=True)
     source = PTX.with_suffix(".cu").read_text()
@@ -72,7 +72,7 @@ def test_sums_are_made_as_the_cpu_makes_them() -> None:
 
 
 def check_arithmetic(text: str) -> None:
-    """No operation is fused, approximated, flushed to zero, or added in a random order."""
+    """Operations are not fused, approximated or flushed to zero, and sums have a fixed order."""
     instructions = re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)", text, re.MULTILINE)
     floats = {
         name

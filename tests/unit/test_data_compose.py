@@ -1,4 +1,4 @@
-"""Data-compose of a persia.yml: the batches of the trainer, divided among ranks; a fit that processes share."""
+"""Data-compose with a persia.yml sends the trainer's batches, divided among ranks. Processes share a fit."""
 
 import json
 import threading
@@ -50,7 +50,7 @@ def test_fewer_rows_than_ranks_are_no_step() -> None:
 
 
 class Sent:
-    """The ``DataCtx`` of a job without its trainers."""
+    """The ``DataCtx`` of a job whose trainers do not exist."""
 
     def __init__(self, transform: str, ranks: int, position: str) -> None:
         self.transform, self.world_size, self.position = transform, ranks, position
@@ -107,7 +107,7 @@ def test_every_position_gives_the_batches_after_it(
 
 
 def test_a_position_stays_short_however_many_columns_are_read(tmp_path: Path) -> None:
-    """A longer one than MAX_POSITION_BYTES would end the job."""
+    """A position that is longer than MAX_POSITION_BYTES would end the job."""
     names = [f"a_column_with_a_long_name_{number}" for number in range(5000)]
     assert len("".join(names)) > MAX_POSITION_BYTES
     rows = pa.table({name: [1, 2] for name in names})

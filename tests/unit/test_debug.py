@@ -95,7 +95,7 @@ def test_rank_0_waits_for_one_that_is_stopped_before_its_start() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gate.FileGate:
-    """Records in a folder of the test."""
+    """Breakpoint records in a folder of the test."""
     monkeypatch.setenv("BREAKPOINT_TMP_FILE_PATH", str(tmp_path))
     return gate.FileGate("run")
 
@@ -329,7 +329,7 @@ native()
 def test_stacks_are_printed_without_a_signal_which_could_end_a_rank_whose_threads_run(
     rank: ranks.Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """faulthandler reads the frames of running threads: about 1,000 signals ended a process with two of them."""
+    """faulthandler reads the frames of running threads. About 1,000 signals crashed a process with two threads."""
     with monkeypatch.context() as patched:
         patched.setattr(os, "kill", lambda pid, number: pytest.fail(f"signal {number} was sent to {pid}"))
         assert ", line 8 in wait_here\n" in ranks.stacks_of(rank)

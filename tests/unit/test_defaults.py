@@ -1,4 +1,4 @@
-"""A new EmbeddingCollection has the measured defaults; PersiaML's classes keep theirs."""
+"""A new EmbeddingCollection has the measured defaults. PersiaML's classes keep theirs."""
 
 import inspect
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_new_rows_of_a_collection_without_config_are_in_the_measured_range() -> 
 
 
 def test_a_checkpoint_continues_with_the_range_it_began_with(tmp_path: Path) -> None:
-    """A checkpoint from before these defaults does not name them, nor does one with a script's configuration."""
+    """A checkpoint of an older version, or of a script with its own configuration, does not record the range."""
     EmbeddingCollection(TABLES, Adagrad(0.1)).save(tmp_path / "new")
     EmbeddingCollection(TABLES, Adagrad(0.1), EmbeddingConfig((-0.3, 0.3))).save(tmp_path / "old")
     loaded = EmbeddingCollection(TABLES, Adagrad(0.1))

@@ -1,4 +1,4 @@
-"""``persia doctor``: each check tells apart what it promises, and says what to do."""
+"""``persia doctor``: each check distinguishes the cases that it documents, and says what to do."""
 
 import errno
 import importlib.metadata
@@ -94,7 +94,7 @@ def test_a_block_to_paste_has_versions_and_no_secret(monkeypatch: pytest.MonkeyP
     for name, value in {**secrets, "PERSIA_JOB": "mine", "NCCL_DEBUG": "INFO", "GPU_NUM": "0"}.items():
         monkeypatch.setenv(name, value)
     out, _ = verb("doctor", "--env")
-    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())  # each has a name and a value
+    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())  # each line has a name and a value
     for package in ("torch", "numpy", "psutil", "grpcio", "pyarrow"):
         assert lines[package] == importlib.metadata.version(package), package
     assert lines["persia"] == persia.__version__ and lines["persia_core"].startswith(persia_core.__version__)
@@ -264,7 +264,7 @@ def test_a_folder_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
 
 @pytest.mark.row("S1-17")
 def test_a_relative_folder_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the doctor, and by the ranks before they train."""
+    """The doctor refuses the folder, and so do the ranks before they train."""
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     monkeypatch.setenv("PERSIA_CKPT_DIR", "checkpoints")
     (found,) = disk.checks(None)
@@ -279,7 +279,7 @@ def test_a_relative_folder_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.row("S1-19")
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename", "unlink"])
 def test_each_operation_of_a_save_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
-    """Disks fail in different ways: a full one in ``write`` or ``fsync``, a network one in ``rename``."""
+    """A full disk fails in ``write`` or ``fsync``, a network disk in ``rename``."""
     failed: list[str] = []
 
     def fail(*arguments: object, **options: object) -> None:
@@ -320,7 +320,7 @@ def test_free_space_is_compared_with_an_estimate(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.row("S1-19")
 def test_free_space_is_that_of_the_folder_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a job checkpoints are below PERSIA_CKPT_DIR, often on another disk than the files of the run."""
+    """In a job, checkpoints are below PERSIA_CKPT_DIR, often on a different disk from the files of the run."""
     write_clicks(tmp_path / "clicks.parquet", 500)
     saves = tmp_path / "saves"
     saves.mkdir()

@@ -1,4 +1,4 @@
-"""``persia doctor --image`` and ``--diff-env``: what is in the image, over a docker that answers from files."""
+"""``persia doctor --image`` and ``--diff-env``: the content of the image, with a docker that answers from files."""
 
 import importlib.metadata
 import json
@@ -15,7 +15,7 @@ from persia.runtime.exit_codes import ExitCode
 
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A docker that answers from files of a folder: ``config.json`` and ``run.txt``."""
+    """A fake docker that answers from files of a folder: ``config.json`` and ``run.txt``."""
     folder = tmp_path / "docker"
     folder.mkdir()
     (folder / "config.json").write_text(

@@ -1,4 +1,4 @@
-"""``persia doctor --prometheus --gateway``, against answers as those of the two programs."""
+"""``persia doctor --prometheus --gateway`` with responses like those of the two programs."""
 
 import http.server
 import json
@@ -20,7 +20,7 @@ NOW = "2026-01-02T03:04:05.123456789Z"
 
 
 class Server:
-    """Answers GET with JSON by path, and keeps what is pushed."""
+    """Responds to GET with JSON by path, and stores pushed data."""
 
     def __init__(self, answers: dict[str, Callable[[], Any]], *, loses: bool = False) -> None:
         self.groups: dict[str, dict[str, Any]] = {}

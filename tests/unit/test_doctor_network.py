@@ -1,4 +1,4 @@
-"""``persia doctor --only network``: ports and who uses them, addresses and why they cannot be reached."""
+"""``persia doctor --only network``: ports and their users, and addresses that cannot be reached, with the reason."""
 
 import os
 import socket
@@ -61,7 +61,7 @@ def test_a_port_in_use_names_the_program(listener: socket.socket) -> None:
 
 @pytest.mark.row("S3-11")
 def test_the_service_of_the_variable_is_told_from_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the service runs already, as in its own container, its port is no mistake, and nothing is to be killed."""
+    """If the service itself uses its port, as in its own container, the port is no problem."""
     program = tmp_path / "persia-embedding-sharded-server"
     program.write_text(PROGRAM)
     stranger = tmp_path / "other.py"
@@ -102,7 +102,7 @@ def test_an_address_to_listen_at(value: str, status: str, text: str) -> None:
 
 
 def test_a_port_that_is_free_on_another_address(listener: socket.socket) -> None:
-    """A service that listens at one address only is not disturbed by a program at another one."""
+    """A service that listens at one address only does not conflict with a program at another address."""
     port = listener.getsockname()[1]
     assert ports.listening("PERSIA_LISTEN", f"127.0.0.2:{port}", "the gRPC port").status == "ok"
     assert ports.listening("PERSIA_LISTEN", f"localhost:{port}", "the gRPC port").status == "fail"
@@ -181,7 +181,7 @@ def test_mtu_and_rp_filter_are_advice(tmp_path: Path) -> None:
     one = network.links(net, conf)
     assert one.status == "ok" and one.found == "eth0 mtu 1500, eth1 mtu 9000; rp_filter strict on eth0"
     assert "mtu 9000 costs less" in one.why and "sysctl" not in one.why
-    (conf / "all" / "rp_filter").write_text("1\n")  # the larger one of the two applies
+    (conf / "all" / "rp_filter").write_text("1\n")  # the larger one of the two values applies
     both = network.links(net, conf)
     assert both.status == "ok" and "strict on eth0, eth1" in both.found and "rp_filter=2" in both.why
     assert network.links().status == "ok" and "mtu" in network.links().found
@@ -212,7 +212,7 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_address_of_a_name_is_tried(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``localhost`` is ::1 and 127.0.0.1; a service listens on one of them."""
+    """``localhost`` has the addresses ::1 and 127.0.0.1. A service listens on one of them."""
     port = listener.getsockname()[1]
 
     def resolve(host: str, port: int | None, **options: object) -> list[object]:
@@ -227,7 +227,7 @@ def test_every_address_of_a_name_is_tried(listener: socket.socket, monkeypatch: 
     assert f"localhost:{port}: refused" in found.found and "its other addresses: 127.0.0.1 refused" in found.why
 
 
-# --- Parts that have announced themselves
+# --- Announced parts
 
 
 def part(address: str, host: str = "", index: int = 0) -> Process:
@@ -271,7 +271,7 @@ def test_why_a_part_does_not_answer(
 
 
 def test_a_loopback_address_of_another_host_is_named(listener: socket.socket) -> None:
-    """What listens here at that address is another program."""
+    """On this host, another program listens at that address."""
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     here, there = part(address, index=0), part(address, "far", index=1)
     _, near, far = services.services(Status([here, there], []), "j")
@@ -291,7 +291,7 @@ def test_a_loopback_address_of_another_host_is_named(listener: socket.socket) ->
     ],
 )
 def test_parts_that_do_not_fit_have_a_remedy(cause: Cause, remedy: str) -> None:
-    """It is chosen by the cause, whatever the text says."""
+    """The cause determines the remedy, not the text."""
     found = Status([], [Problem(cause, "persia-server 0 is missing, different values of replicas: …")])
     (job,) = (check for check in services.services(found, "j") if check.name == "job")
     assert job.found == found.problems[0].text and remedy in job.next and "; " not in job.next.partition(" in each ")[0]

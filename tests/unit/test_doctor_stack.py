@@ -1,4 +1,4 @@
-"""``persia doctor --stack``: containers, ranks and connections, over a docker that runs the probe on this host."""
+"""``persia doctor --stack``: containers, ranks and connections, with a docker that runs the probe on this host."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Make a docker with containers; it runs what is executed in a container on this host."""
+    """Make a fake docker with containers. It runs the commands for a container on this host."""
 
     def make(inspected: Sequence[dict[str, object]], ports: dict[str, int]) -> None:
         folder = tmp_path / "docker"
@@ -103,7 +103,7 @@ def test_unresolved_refused_and_filtered_are_told_apart_in_each_direction(
 
 @pytest.mark.row("S4-01")
 def test_open_connections_have_their_round_trips(engine: Engine) -> None:
-    """Without the check of ranks: the probe would read those of other tests on this host."""
+    """The check of ranks is omitted, because the probe would read the ranks of other tests on this host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ports = {"persia_nats_service": server.getsockname()[1]}
         engine([inspect("persia_nats_service", "localhost"), inspect("trainer", "t")], ports)

@@ -1,4 +1,4 @@
-"""``persia dump``: what is in the archive, and that no secret is."""
+"""``persia dump``: the content of the archive, which has no secrets."""
 
 import hashlib
 import io
@@ -241,7 +241,7 @@ def test_a_variable_whose_value_starts_with_a_slash_is_a_secret_unless_it_is_a_f
 
 @pytest.mark.parametrize("part", ["token", '{"password": "', "[", '\\"password', "secret\n - a", " password"])
 def test_the_time_is_linear(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is counted in steps of the patterns, events of YAML times their depth, and texts that are searched."""
+    """The time is counted in steps of the patterns, YAML events times their depth, and searched text."""
     steps = Steps()
 
     def compiled(pattern: str) -> Counted:
@@ -270,12 +270,12 @@ def test_the_time_is_linear(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return steps.count + len(redactor._known) * len(text)
 
     small, large = taken(1_000), taken(4_000)
-    assert large < 1.5 * 4 * small, (small, large)  # 16 times if it is quadratic
+    assert large < 1.5 * 4 * small, (small, large)  # quadratic time would give a factor of 16
 
 
 @pytest.mark.row("S4-58")
 def test_sources_of_the_stack_that_fail_are_noted(tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A docker that answers nothing useful, and a run with a file that cannot be read."""
+    """The fake docker returns nothing useful, and the run has a file that cannot be read."""
     folder = tmp_path / "docker"
     folder.mkdir()
     program = folder / "docker"
@@ -315,7 +315,7 @@ def test_a_half_archive_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.row("S4-58")
 def test_a_dump_of_the_stack(tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a docker that answers from files; the archive of the container is a real one."""
+    """The fake docker returns the content of files. The archive of the container is a real one."""
     folder = tmp_path / "docker"
     folder.mkdir()
     inner = Archive(Redactor())

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
 
 
 def first_rows(config: EmbeddingConfig, *, lr: float = 1.0, steps: int = 1) -> np.ndarray:
-    """Return the rows of slot ``a``: new ones (one step), or after ``steps`` batches of many ids."""
+    """Return the rows of slot ``a`` after one step, which inserts them, or after ``steps`` batches of many ids."""
     torch.manual_seed(3)
     model = TinyModel()
     with TrainCtx(

@@ -1,4 +1,4 @@
-"""Resumed scripts with several passes over the data: each way to count them trains as often as an uninterrupted run."""
+"""Resumed scripts with several passes over the data. Each way to count passes trains like an uninterrupted run."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ class CrashError(Exception):
 
 
 class Counter:
-    """An epoch number that a script stores itself."""
+    """An epoch number with a state dict, which a script stores itself."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -43,11 +43,11 @@ class AllEpochs(IterableDataset):
 
 
 class Script:
-    """A training script. It crashes after the step ``until``; each start behaves like a new process.
+    """A training script that crashes after the step ``until``. Each start behaves like a new process.
 
     Args:
         folder: The folder of the checkpoints.
-        kind: How it counts its passes.
+        kind: The way in which the script counts its passes.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -142,7 +142,7 @@ def test_passes_that_are_counted_from_0_again_are_a_warning(
 def test_a_pass_that_was_at_its_end_is_a_warning(
     whole: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both the step and the position show that the pass has ended, so that a script may count it twice."""
+    """Both the step and the position show that the pass has ended, so a script may count the pass twice."""
     script = Script(tmp_path / "run", "by step")
     script.start(5)
     with caplog.at_level(logging.WARNING):

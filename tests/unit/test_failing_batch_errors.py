@@ -1,4 +1,4 @@
-"""Errors that are those of a batch, and errors that are not. In the embedded mode."""
+"""Errors that a batch causes, and errors that it does not cause, in the embedded mode."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def test_look_ups_ahead_do_not_blame_another_batch(run_folder: Path) -> None:
 
 
 def test_the_batch_whose_look_up_failed_is_blamed(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is later than the batch for which the loop waits."""
+    """The batch whose look-up failed is later than the batch for which the loop waits."""
     take = TrainingLoop._take
 
     def refuse(self: TrainingLoop) -> TrainingBatch | None:
@@ -155,13 +155,13 @@ def test_an_error_outside_of_a_batch_is_not_written_down(run_folder: Path, where
 
 
 def passed_on(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
-    """A wrapper around a loader, as for a progress display."""
+    """Wrap a loader, as a progress display does."""
     with contextlib.ExitStack():
         yield from loader
 
 
 def numbered(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
-    """The same, in two layers."""
+    """Wrap a loader twice."""
     for _, batch in enumerate(loader):
         yield batch
 
@@ -179,7 +179,7 @@ THROUGH = [iter, passed_on, numbered]
 def test_an_error_after_a_loop_that_was_left_is_not_written_down(
     run_folder: Path, how: str, trained: bool, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
 ) -> None:
-    """Unless the script left the loop at a batch that was not trained on, which is still open."""
+    """If the script leaves the loop at an untrained batch, that batch is still open, and the error is recorded."""
 
     def train(ctx: TrainCtx) -> None:
         for batch in through(DataLoader(Batches(STEPS, ids=20), reproducible=True)):
@@ -213,7 +213,7 @@ def test_an_error_after_a_loop_that_was_left_is_not_written_down(
 
 @pytest.mark.parametrize("then", ["evaluated", "another loop"])
 def test_an_error_after_the_context_was_used_again_is_not_written_down(run_folder: Path, then: str) -> None:
-    """A loop was left at a batch that was not trained on, which is a common way to stop; an evaluation fails then."""
+    """The script leaves a loop at an untrained batch, which is a common way to stop. Then an evaluation fails."""
     with pytest.raises(ZeroDivisionError), make(checkpoints=Checkpoints(run_folder, every=10)) as ctx:
         loader = DataLoader(Batches(STEPS, ids=20), reproducible=True)
         for batch in loader:
@@ -231,7 +231,7 @@ def test_an_error_after_the_context_was_used_again_is_not_written_down(run_folde
 
 
 def test_an_evaluation_that_is_refused_is_not_blamed_on_an_open_batch(run_folder: Path) -> None:
-    """A loop was left at a batch that was not trained on; then the look-up of another batch is refused."""
+    """The script leaves a loop at an untrained batch. Then the look-up of another batch is refused."""
     with (
         pytest.raises(DataError, match="without a slot: c"),
         make(checkpoints=Checkpoints(run_folder, every=10)) as ctx,

@@ -1,4 +1,4 @@
-"""Records of failing batches: of which batch they are, and when they are forgotten. In the embedded mode."""
+"""Records of failing batches in the embedded mode: the batch that they name, and when they are deleted."""
 
 import json
 import re

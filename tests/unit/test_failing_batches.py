@@ -1,4 +1,4 @@
-"""Batches at which training always fails: recorded, and skipped if that is configured. In the embedded mode."""
+"""In the embedded mode, batches at which training always fails are recorded, and skipped if this is configured."""
 
 import shutil
 import zlib
@@ -75,7 +75,7 @@ def test_a_batch_that_always_fails_is_left_out(
     assert "step 13 skipped, model and rows unchanged: its batch on rank 0 always fails; 1 skipped" in caplog.text
     assert found == without(BAD)
     assert names(run_folder) == ["LATEST", "poison", "step-10", "step-20", "step-25"]
-    assert record(run_folder)["times"] == 3  # it is kept, so that it can be examined
+    assert record(run_folder)["times"] == 3  # the record is kept for examination
 
 
 def test_a_save_right_behind_a_batch_that_is_left_out(run_folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_end_is_behind_a_batch_that_is_left_out(run_folder: Path) -> None:
 def test_a_batch_is_left_out_with_that_of_another_rank(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is not because of its own, fewer failures; if their batch has changed, nothing is skipped."""
+    """This rank's own batch has failed less often. If the other rank's batch has changed, nothing is skipped."""
     fail(2, run_folder, Marked)
     theirs = True
 

@@ -1,4 +1,4 @@
-"""Saves that fail or take long: their retries, their reports, and the files that remain."""
+"""Failed and slow saves: their retries, their reports, and the files that remain."""
 
 import contextlib
 import itertools
@@ -71,14 +71,14 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 def test_a_folder_that_takes_no_saves_is_told_before_training(configure: Configure) -> None:
     configure(SLOTS)
     told = rf"Checkpoint storage validation failed: .*/proc: user {os.geteuid()} cannot write here: .*; the folder"
-    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # for any user
+    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # refuses every user
         pytest.fail("training began")
 
 
 def test_a_dump_that_failed_does_not_end_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error is logged when it occurs, and raised at the next wait: here, at the end of the context."""
+    """The error is logged when it occurs, and raised at the next wait, which is the end of the context here."""
     write = Save._write
 
     def refuse(self: Save) -> None:
@@ -253,7 +253,7 @@ def test_a_run_whose_last_save_is_missing_is_not_finished(
     caplog: pytest.LogCaptureFixture,
     fails: int | None,
 ) -> None:
-    """It is retried at the end of the context; a restarted run trains the missing steps again."""
+    """The save is retried at the end of the context. If it fails again, a restarted run repeats the missing steps."""
     expected = whole(configure, tmp_path / "undisturbed")
     write, tries = Save._write, itertools.count(1)
 

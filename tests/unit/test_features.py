@@ -1,4 +1,4 @@
-"""Weighted, raw and hash-stacked features through TrainCtx, compared with torch on rows of the test."""
+"""Weighted, raw and hash-stacked features in TrainCtx, compared with torch on rows that the test sets."""
 
 import logging
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def floats(lists: list[list[float]]) -> list[np.ndarray]:
 
 
 class Source(IterableDataset):
-    """The same batch, a few times."""
+    """The same batch several times."""
 
     def __init__(self, feature: IDTypeFeature, steps: int = 1) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Source(IterableDataset):
         self.steps = steps
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        for _ in range(self.steps):  # encoded and decoded, as if from data-compose
+        for _ in range(self.steps):  # encoded and decoded, like a batch from data-compose
             yield PersiaBatch.wrap(Batch.from_bytes(self.batch.to_bytes()))
 
 
 class Vectors(torch.nn.Module):
-    """Returns the tensor of the only slot."""
+    """A model that returns the tensor of the only slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_raw_feature_is_its_first_rows_and_a_mask(configure: Configure, caplog
             assert torch.equal(mask, there)
             expected = weight[index] * there.unsqueeze(2)
             assert torch.equal(embedding, expected)
-            position = torch.arange(1.0, 4).reshape(1, 3, 1)  # so that positions differ
+            position = torch.arange(1.0, 4).reshape(1, 3, 1)  # a different weight for each position
             torch.autograd.backward((torch.sin(expected) * position).sum())
             ctx.backward((torch.sin(embedding) * position * mask.unsqueeze(2)).sum())
             ctx.engine.drain()
@@ -177,7 +177,7 @@ def test_a_raw_feature_is_its_first_rows_and_a_mask(configure: Configure, caplog
 
 
 def test_a_hash_stack_shares_few_rows_among_many_ids(configure: Configure) -> None:
-    """Equal to torch on the rows of the buckets, which are identified by looking up each id alone."""
+    """Training equals torch on the rows of the buckets. Looking up each id alone identifies its buckets."""
     configure("a: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 40}}")
     ids = [np.array([i], np.uint64) for i in range(5000)]
     with context() as ctx:

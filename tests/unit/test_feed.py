@@ -1,4 +1,4 @@
-"""The feed over real sockets: batches arrive once and in order, also after lost connections, restarts and failures."""
+"""The feed over real sockets: batches arrive once and in order, even after lost connections, restarts and failures."""
 
 import importlib
 import logging
@@ -40,7 +40,7 @@ def ranks() -> Iterator[MakeRanks]:
 
 @pytest.mark.parametrize("module", [channel, rpc])
 def test_grpc_knows_the_options(module: ModuleType) -> None:
-    """It ignores a name that it does not know: a wrong limit of pings ended each connection that was idle for long."""
+    """gRPC ignores options with unknown names. With a wrong ping limit, connections that are idle for long end."""
     names = re.findall(r'"(grpc\.[a-z0-9_.]+)"', Path(str(module.__file__)).read_text())
     library = Path(str(importlib.import_module("grpc._cython.cygrpc").__file__)).read_bytes()
     assert "grpc.http2.min_ping_interval_without_data_ms" in names
@@ -136,7 +136,7 @@ def test_a_trainer_that_stops_ends_a_sender_that_waits(ranks: MakeRanks) -> None
     with sending(run, 1000) as (thread, ended, _):
         assert run.take(0) == 0
         run.servers[0].stop("left its loop")
-        assert run.take(1) == 1  # the other rank is still served
+        assert run.take(1) == 1  # the other rank still gets its batches
         run.servers[1].stop("left its loop")
         thread.join(20)
         assert not thread.is_alive()
@@ -179,7 +179,7 @@ def test_a_replica_that_was_killed_comes_back_without_loss_or_repetition(ranks: 
 
 
 def test_a_lost_connection_is_mended(ranks: MakeRanks, replay_warnings: ReplayWarnings) -> None:
-    """Through a proxy that cuts the connection: batches in flight are sent again."""
+    """A proxy cuts the connection. Batches in flight are sent again."""
     run = ranks(1, buffer=5)
     with Relay(run.servers[0].address) as relay:
         run.find = lambda: [{"index": "0", "replicas": "1", "address": relay.address, "started": ""}]  # type: ignore[method-assign]
@@ -212,7 +212,7 @@ def test_a_new_generation_restarts_the_script(ranks: MakeRanks) -> None:
 def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 ends, because rank 1 is missing, and both are restarted: rank 0 also gets its batches."""
+    """Rank 0 ends because rank 1 is missing. After both are restarted, rank 0 gets all its batches."""
     monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
     caplog.set_level(logging.INFO, "persia.feed")
     run = ranks(2)
@@ -277,7 +277,7 @@ def test_a_wrong_token_is_refused(
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """Create a self-signed certificate for ``persia``; return its path and that of its key."""
+    """Create a self-signed certificate for ``persia``. Return its path and that of its key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",

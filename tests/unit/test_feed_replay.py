@@ -51,7 +51,7 @@ def test_a_resumed_run_skips_what_it_has_trained_on(ranks: MakeRanks) -> None:
 def test_a_resumed_run_counts_in_the_order_of_training(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, of_second: int, rest: list[int]
 ) -> None:
-    """Replica 1 ended early, perhaps with one batch fewer for this rank than for rank 0, which wrote the checkpoint."""
+    """Replica 1 ended early. It may have one batch fewer for this rank than for rank 0, which wrote the checkpoint."""
     run = ranks(1)
     run.servers[0].close()
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
@@ -68,7 +68,7 @@ def test_a_resumed_run_counts_in_the_order_of_training(
 def test_a_restarted_script_with_the_same_batches_gives_no_warning(
     ranks: MakeRanks, replay_warnings: ReplayWarnings
 ) -> None:
-    """In another process, whose hashes have other seeds."""
+    """The restarted script runs in another process, whose hashes have other seeds."""
     run = ranks(1, buffer=30)
     script = (
         f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT / 'tests' / 'unit')!r}]\n"
@@ -139,7 +139,7 @@ def test_retries_do_not_draw_random_numbers_of_the_script(ranks: MakeRanks) -> N
 
 
 def cut(relay: Relay, sender: Sender) -> None:
-    """End the connection, and wait for the welcome of the next."""
+    """End the connection, and wait for the welcome of the next connection."""
     stream = sender._streams[0]
     before = [None, stream._call]
     relay.cut()
@@ -173,7 +173,7 @@ def test_a_connection_that_is_lost_while_batches_are_skipped_changes_nothing(
 
 
 def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
-    """A data set over rank 0 of a new generation, without training."""
+    """Return a data set of rank 0 in a new generation, without training."""
     run.kill()
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(generation, 0, 1)
@@ -201,14 +201,14 @@ def test_a_resumed_run_warns_of_batches_that_differ_from_those_trained_on(
     known: str,
     warned: list[int],
 ) -> None:
-    """Two replicas; the state is written to the JSON of a checkpoint and to the file of a rank, and read again."""
+    """Two replicas send. The state goes through the JSON of a checkpoint and through the file of a rank."""
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://not-used:4222")
     run = ranks(1)
     data = streaming(run, 2, monkeypatch)
     with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100):
         given = iter(data)
         states = [(next(given), data.state_dict())[1] for _ in range(14)]
-        data.trained(states[9])  # the others are only looked up
+        data.trained(states[9])  # the later batches are only looked up
         assert states[9] == {"taken": [5, 5], "world_size": 1}
         data.interrupt()
     passed = data.replay_digests()
@@ -253,7 +253,7 @@ def test_what_a_resumed_run_keeps_equals_that_of_one_that_was_not_interrupted() 
     def take(rounds: RoundRecords, taken: list[int], turns: int) -> None:
         for _ in range(turns):
             for replica in range(2):
-                if replica == 0 or taken[1] < 5:  # it ends early
+                if replica == 0 or taken[1] < 5:  # the replica ends early
                     taken[replica] += 1
                     rounds.take(replica, record(replica, taken[replica]), taken)
 
@@ -311,7 +311,7 @@ def test_a_checkpoint_with_positions_of_another_form_has_none(wrong: Any) -> Non
 
 
 def send_from(sender: Sender, begin: int, end: int) -> None:
-    """Send the batches of a script whose position after batch n is the text of n + 1."""
+    """Send batches of a script whose position after batch n is n + 1 as text."""
     for each in range(begin, end):
         sender.send(batch(each), str(each + 1))
 
@@ -324,7 +324,7 @@ def all_queued(run: Ranks, count: int) -> bool:
 def test_a_restarted_script_begins_at_its_position(
     ranks: MakeRanks, replay_warnings: ReplayWarnings, ranks_of_run: int
 ) -> None:
-    """The ranks have received all batches up to one of them; at most as many are made again as there are ranks."""
+    """The ranks have received all batches up to a certain one. At most one batch for each rank is made again."""
     for received in range(5 * ranks_of_run):
         run = ranks(ranks_of_run, buffer=40)
         first = connect(run)
@@ -419,7 +419,7 @@ def test_a_resumed_run_begins_at_the_position_of_its_checkpoint(
     first = started()
     given = iter(data)
     states = [(next(given), data.state_dict())[1] for _ in range(7)]
-    data.trained(states[5])  # the last is only looked up
+    data.trained(states[5])  # the last batch is only looked up
     passed = data.replay_digests()
     assert passed is not None
     run.servers[0].stop("enough")

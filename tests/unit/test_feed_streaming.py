@@ -30,7 +30,7 @@ Script = Callable[[str], Path]
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure) -> Script:
-    """Write a data script and name it as the entry; ``COUNT`` and similar names are in its scope."""
+    """Write a data script and make it the entry. ``COUNT`` and similar names are in its scope."""
     configure(SLOTS)
 
     def write(body: str) -> Path:
@@ -49,7 +49,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure
 
 
 def wait_for_threads() -> None:
-    """Wait until no thread of the test is left: the kernel still lists a thread for a moment after it was joined."""
+    """Wait until no thread of the test is left. The kernel lists a thread for a short time after it was joined."""
     wait_until("threads to end", lambda: not persia_threads(), 30, evidence=lambda: str(persia_threads()))
 
 
@@ -89,7 +89,7 @@ def test_batches_wait_in_the_script_while_training_is_behind(script: Script, tmp
             output, labels = ctx.forward(batch)
             ctx.backward(loss_fn(output, labels[0]))
             sent = len(log.read_text().splitlines())
-            # 20: the buffers of the data set and the pipeline, and the batches looked up in advance.
+            # The limit of 20 covers the buffers of the data set and the pipeline, and the batches looked up in advance.
             assert sent <= taken + 20
             if taken == 40:
                 break
@@ -156,7 +156,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
     old: bool,
     warnings: int,
 ) -> None:
-    """It also resumes from an ``old`` checkpoint, which has no digests of the batches."""
+    """The run also resumes from an ``old`` checkpoint, which has no digests of batches."""
 
     def sends(changed: int | None) -> None:
         script(f"""
@@ -188,7 +188,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
 
 
 def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1, from the rank 0 that has loaded a checkpoint."""
+    """Rank 1 gets its data position from rank 0, which has loaded a checkpoint."""
     script(SENDS)
     given = {}
     with make() as ctx:
@@ -294,7 +294,7 @@ def test_a_generator_around_a_data_context_that_is_closed_ends_its_data(script: 
 
 
 class Sender:
-    """The sender of a ``DataCtx`` to trainers that accept no more batches."""
+    """A sender of a ``DataCtx`` whose trainers accept no more batches."""
 
     rank_0 = ""
     closed = False
@@ -392,7 +392,7 @@ PAIR = ROOT / "tests" / "persiaml_style"
 
 
 def test_a_pair_of_scripts_of_persiaml_runs_in_one_process(tmp_path: Path) -> None:
-    """The same scripts that tests/integration runs on a stack."""
+    """A test in tests/integration runs the same scripts on a stack."""
     env = {name: value for name, value in os.environ.items() if name in {"PATH", "PYTHONPATH"}}
     done = subprocess.run(
         [sys.executable, str(PAIR / "train.py")],

@@ -1,4 +1,4 @@
-"""NaN and infinity: named with tensor, sample, ids and step before anything of the step is applied."""
+"""NaN and infinity: the message names tensor, sample, ids and step, and nothing of the step is applied."""
 
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +112,7 @@ def test_a_step_that_is_not_finite_ends_training_before_anything_is_applied(
 
 @pytest.mark.row("S3-24")
 def test_a_row_that_is_not_finite_is_the_first_cause(configure: Configure) -> None:
-    """The loss and all gradients are NaN because of it."""
+    """The row makes the loss and all gradients NaN."""
     configure(SLOTS)
     with make(nonfinite="raise") as ctx:
         for batch in DataLoader(Batches(1)):
@@ -187,7 +187,7 @@ def test_policies_are_checked() -> None:
 @pytest.mark.row("S3-23")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_norm_that_is_not_finite_clips_nothing(configure: Configure, precision: str) -> None:
-    """Each gradient is finite, their squares are not: scaled down to the limit, all of them would be 0."""
+    """Each gradient is finite, but its square is not. Clipping by an infinite norm would make all gradients 0."""
     configure(SLOTS)
     with make(nonfinite="raise", clip_norm=1.0, precision=precision) as ctx:
         assert ctx.model is not None
@@ -197,7 +197,7 @@ def test_a_norm_that_is_not_finite_clips_nothing(configure: Configure, precision
         before = everything(ctx)
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
-        if precision == "fp16":  # handled as an overflow, because a smaller scale may help
+        if precision == "fp16":  # treated as an overflow, because a smaller scale may help
             ctx.backward(loss)
             assert ctx.skipped_steps == 1
         else:

@@ -136,9 +136,9 @@ def test_a_collective_of_torch_that_waits_for_long_is_logged(
         r"lagging: rank 1 \(pid 1 on h\): in forward of step 5"
     )
     assert re.search(text, caplog.text)
-    assert first._positions.late() and not second._positions.late()  # rank 1 does not report itself
+    assert first._positions.late() and not second._positions.late()  # a late rank does not report itself
     late = known(place(6, "forward"), place(6, "forward"))
-    assert not first._positions.late()  # neither lags: both may be compiling
+    assert not first._positions.late()  # no rank is late, because both may be compiling
     late = known(place(7), place(7))
     assert "check the network" in first._positions.late()
 
@@ -153,7 +153,7 @@ def test_the_limit_of_a_collective_is_for_a_rank_that_waits(meet: Meet, monkeypa
     ranks = known(place(7, "all-reduce"), place(6, "backward"))
     assert [each(90.0) for each in waited] == [3.0, 0.0]  # rank 0 waits for 3 s, after its own backward
     ranks = known(place(6, "forward"), place(5, "push", is_open=False))
-    assert [each(90.0) for each in waited] == [90.0, 0.0]  # its forward gathers weights or buffers
+    assert [each(90.0) for each in waited] == [90.0, 0.0]  # the forward pass of rank 0 gathers weights or buffers
 
     ended: list[str] = []
     monkeypatch.setattr("persia.runtime.watchdog.end", lambda reason, *_: ended.append(reason))

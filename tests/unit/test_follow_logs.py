@@ -126,7 +126,7 @@ def test_filters_apply_to_new_lines_and_tail_to_those_before(tmp_path: Path, fol
 
 @pytest.mark.row("S4-46")
 def test_a_file_that_is_rotated_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the launcher rotates it, with more than one rotation between two looks."""
+    """The file is rotated as the launcher does, more than once between two reads."""
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(log_files, "MAX_BYTES", 60)
     file = log_files.LineFile(tmp_path / "logs" / "a.log")
@@ -204,7 +204,7 @@ def test_the_end_of_all_containers_ends_it_and_an_error_of_docker_is_named(
         found = [each.split(maxsplit=1)[1] for each in out.splitlines()]
         assert found == [
             "emb_server-1   | first",
-            "emb_server-1   | emb_server-1 exited with code 0",  # at the time of its last line
+            "emb_server-1   | emb_server-1 exited with code 0",  # compose writes this line at the time of the last line
             "trainer-1      | second",
             "trainer-1      | third",
         ]
@@ -213,7 +213,7 @@ def test_the_end_of_all_containers_ends_it_and_an_error_of_docker_is_named(
 
 @pytest.mark.parametrize("ignores", ["docker", "its child"])
 def test_a_docker_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: str) -> None:
-    """A child that holds the pipe of the output, too."""
+    """A child process that keeps the output pipe open is killed too."""
     first = "trap '' TERM" if ignores == "docker" else ":"
     child = "(trap '' TERM; exec sleep 600) &"
     line = "echo 'trainer-1  | 2025-11-25T10:00:01Z first'"

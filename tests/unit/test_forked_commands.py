@@ -1,4 +1,4 @@
-"""Commands of tests that are forks: started by ``subprocess``, or by the scripts of a shell."""
+"""Commands of tests that run as forks, started by ``subprocess`` or by shell scripts."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_popen_waits_and_signals() -> None:
         assert process.poll() is None
         process.terminate()
         assert process.wait(30) == process.poll() == -signal.SIGTERM
-        process.kill()  # it has ended
+        process.kill()  # the process has ended
 
 
 @pytest.mark.usefixtures("forks")
@@ -69,7 +69,7 @@ def test_popen_starts_what_cannot_be_a_fork(options: dict[str, object]) -> None:
 def test_the_fork_server_does_not_end_with_the_thread_of_a_command(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first process of a test that is a fork may be a command."""
+    """The first fork of a test may be a command, whose thread then starts the fork server."""
     monkeypatch.setattr(forking, "_server", None)
     monkeypatch.setattr("atexit.register", lambda _: None)
     start: Sh = request.getfixturevalue("sh")

@@ -1,4 +1,4 @@
-"""Processes of tests that are forks: their state, how they end, and that none outlives its parent."""
+"""Processes of tests that run as forks: their state and their end. No fork outlives its parent."""
 
 import json
 import os
@@ -56,7 +56,7 @@ STARTED: list[Part] = []
 
 
 def python(*words: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Part:
-    """Start Python; scripts find the modules of the tests."""
+    """Start Python. Scripts find the modules of the tests."""
     path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
     command = Command("child", [sys.executable, *map(str, words)], {**os.environ, "PYTHONPATH": path, **(env or {})})
     STARTED.append(start(command, cwd))

@@ -1,4 +1,4 @@
-"""GPUs in containers: the stanzas that compose and Kubernetes have are those that the doctor and the page name."""
+"""GPUs in containers: the doctor and the page name the stanzas that the compose file and the manifests have."""
 
 import re
 from typing import Any

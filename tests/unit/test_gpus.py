@@ -1,4 +1,4 @@
-"""Memory and use of GPUs and their processes, by a fake of NVML. ``tests/gpu`` asks the driver."""
+"""Memory and use of GPUs and their processes, from a fake of NVML. Tests in ``tests/gpu`` query the driver."""
 
 import sys
 
@@ -48,7 +48,7 @@ def test_samples_of_a_process_are_averaged(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("error", ["NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_NO_PERMISSION"])
 def test_what_a_gpu_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
-    """As one that is divided by MIG."""
+    """A GPU that is divided by MIG does not report these values."""
     code = CONSTANTS[error]
     device = Device("GPU-one", used=30, held={7: 10}, busy_error=code, percent_error=code)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([device]))
@@ -58,7 +58,7 @@ def test_what_a_gpu_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, er
 
 def test_without_a_driver_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
-        None,  # as without the extra
+        None,  # the extra `gpu` is not installed
         FakeNvml([], init_error=CONSTANTS["NVML_ERROR_LIBRARY_NOT_FOUND"]),
         FakeNvml([], init_error=CONSTANTS["NVML_ERROR_DRIVER_NOT_LOADED"]),
     ):

@@ -14,7 +14,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 
 
 class DLTensor(ctypes.Structure):
-    """The structure of DLPack 0.8; type and device are written in memory order."""
+    """The tensor structure of DLPack 0.8. Type and device are in memory order."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -75,7 +75,7 @@ class OneBatch(IterableDataset):
 
 
 def test_gradients_are_given_back_by_a_thread_that_has_the_gil(configure: Configure) -> None:
-    """PyTorch's deleter waits for the GIL: called by a thread of the engine at the interpreter's end, it aborts."""
+    """PyTorch's deleter waits for the GIL, and aborts if an engine thread calls it at the end of the interpreter."""
     configure("a: {dim: 4}\nb: {dim: 4}")
     gradients = [Noted(np.full((64, 4), value, np.float32)) for value in (1, 2)]
     with make() as ctx:

@@ -23,11 +23,11 @@ LEAK = 1_000_000
 
 
 class Clean(TinyModel):
-    """Keeps nothing."""
+    """Leaks nothing."""
 
 
 class LeaksBytes(TinyModel):
-    """Keeps 1 MB of Python's memory a step."""
+    """Leaks 1 MB of Python memory in each step."""
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         KEPT.append(bytes(LEAK))  # the planted line
@@ -35,7 +35,7 @@ class LeaksBytes(TinyModel):
 
 
 class LeaksTensors(TinyModel):
-    """Keeps 1 MB of tensors a step, which Python's allocator does not see."""
+    """Leaks 1 MB of tensors in each step, which Python's allocator does not track."""
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         KEPT.append(torch.ones(LEAK // 4, dtype=torch.float32))
@@ -89,7 +89,7 @@ def test_a_clean_run_is_silent_though_its_rows_grow(
 
 
 def grown(rates: list[float], noise: float = 0.0, rows: float = 0.0) -> list[Sample]:
-    """Samples every 100 steps that grow by so many MB each."""
+    """Return samples of every 100 steps, each with the given growth in MB."""
     rng, found, size = random.Random(1), [], 500 * MB
     for number, rate in enumerate(rates, 1):
         size += rate * MB
@@ -133,7 +133,7 @@ def test_a_resumed_run_appends_to_its_record_and_mends_a_line_that_was_cut(tmp_p
 
 
 def test_a_record_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "rank-0.jsonl").mkdir()  # an error for any user, as a full disk is
+    (tmp_path / "rank-0.jsonl").mkdir()  # an error for any user, like a full disk
     watch = MemoryWatch(tmp_path, every=1)
     for step in range(3):
         watch.stepped(step)

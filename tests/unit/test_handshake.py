@@ -1,4 +1,4 @@
-"""The handshake of ranks: who is refused, and strangers that connect."""
+"""The handshake of ranks: refused ranks, and strangers that connect."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from persia.runtime import clock
 
 
 def test_a_silent_rank_is_named(meet: Meet, pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped, not dead: its connection stays open."""
+    """The rank is stopped, not dead, so its connection stays open."""
     monkeypatch.setattr(control_plane, "_ALIVE_S", 0.05)
     monkeypatch.setattr(control_plane, "SILENCE_S", 0.5)
     listener = handshake.listen("127.0.0.1")
@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_fit_is_refused(
 def test_ranks_that_do_not_connect_were_told_an_address(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], announced: str, text: str
 ) -> None:
-    """Seconds are whole. A loopback address is named with the variable that chose it."""
+    """The message has whole seconds. It names a loopback address with the variable that selected the address."""
     times = itertools.chain([0.0], itertools.repeat(2.0))
     here, now = threading.get_ident(), clock.now  # connections of earlier tests may still end in their threads
     monkeypatch.setattr(clock, "now", lambda: next(times) if threading.get_ident() == here else now())
@@ -115,7 +115,7 @@ def test_garbage_takes_no_place(pool: Executor) -> None:
 
 
 def test_strangers_that_say_nothing_hold_nobody_up(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is so while rank 0 waits for ranks and afterwards; if there are too many, the oldest are closed."""
+    """Strangers may connect before and after the ranks. With too many, the oldest connections are closed."""
     monkeypatch.setattr(handshake, "INTRODUCTION_S", 10 * LONG)
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
@@ -179,7 +179,7 @@ def test_a_hello_has_an_end(pool: Executor) -> None:
 
 
 def test_no_line_of_a_stranger_ends_rank_0(pool: Executor) -> None:
-    """This is so while it waits for ranks and afterwards."""
+    """The lines arrive while rank 0 waits for ranks, or afterwards."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     lines = [b"[" * 10_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
@@ -206,12 +206,12 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: Executor) -> None:
 
 @pytest.mark.parametrize("met", [True, False])
 def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: Executor, met: bool) -> None:
-    """It connects before rank 0 has detected the loss, or before rank 0 has ended, and must retry in both cases."""
+    """The rank connects before rank 0 has detected the loss or has ended. In both cases, the rank must retry."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0, 2 if met else 3), LONG)
     killed = handshake.join(address, me(1, 2 if met else 3), LONG)
-    killed._links[0].send({"alive": True})  # it may have reported something before
+    killed._links[0].send({"alive": True})  # the rank may have sent messages before
     killed._links[0].hang_up()
     if met:
         alone = first.result(LONG)
@@ -258,7 +258,7 @@ def test_missing_ranks_are_named() -> None:
 def test_a_start_that_fails_leaves_nothing_open(pool: Executor) -> None:
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(handshake.host, listener, me(0, 3), 2.0)  # rank 1 connects within it
+    first = pool.submit(handshake.host, listener, me(0, 3), 2.0)  # rank 1 connects within 2 s
     second = handshake.join(address, me(1, 3), LONG)
     with pytest.raises(UnreachableError, match="rank 2 of 3 did not connect"):
         first.result(LONG)

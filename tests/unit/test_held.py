@@ -10,7 +10,7 @@ from persia.runtime import clock
 
 
 class Sent:
-    """A connection that keeps what is sent."""
+    """A connection that stores the messages that are sent."""
 
     def __init__(self) -> None:
         self.messages: list[object] = []

@@ -1,4 +1,4 @@
-"""Where packages and models are found: beside the configuration, by PYTHONPATH, or installed in editable mode."""
+"""Packages and models are found next to the configuration, by PYTHONPATH, or installed in editable mode."""
 
 import os
 import site
@@ -27,7 +27,7 @@ version = "1"
 
 
 def python(*words: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python without the paths of this process."""
+    """Run Python without the import paths of this process."""
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *words]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""How an infer context connects; what it looks up is tested with servers, in ``tests/integration/test_infer.py``."""
+"""Connections of an infer context. ``tests/integration/test_infer.py`` tests its look-ups with servers."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ def test_threads_of_a_server_connect_once(monkeypatch: pytest.MonkeyPatch) -> No
     def connected(ctx: InferCtx) -> Any:
         made.append(SimpleNamespace())
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # wait for the other thread, which must not arrive here
+            both.wait(0.3)  # wait for the other thread, which must not reach this line
         return made[-1]
 
     def on_enter(ctx: InferCtx) -> None:

@@ -1,4 +1,4 @@
-"""A model gets the parts of every batch in the order of the first one that it was trained on, or an error."""
+"""A model gets the parts of every batch in the order of its first training batch, or an error."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def batch(
 
 
 class Given(IterableDataset):
-    """Batches that are given."""
+    """Batches from a list."""
 
     def __init__(self, batches: list[PersiaBatch]) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_predictions_do_not_depend_on_the_order_of_the_batch(configure: Configur
 
 @pytest.mark.parametrize("checkpoint", ["checkpoint", "automatic", "rows and model"])
 def test_the_order_is_part_of_a_checkpoint(configure: Configure, tmp_path: Path, checkpoint: str) -> None:
-    """For training that resumes, and for a prediction in another process, whose model is another object."""
+    """The order applies to resumed training, and to a prediction with another model object in another process."""
     configure(SLOTS)
     first = [batch(number) for number in range(10)]
     folder = tmp_path / "saves"
@@ -220,7 +220,7 @@ def test_a_batch_with_other_parts_is_refused_with_both_lists(configure: Configur
 
 
 def test_some_features_may_be_looked_up(configure: Configure) -> None:
-    """As for an index of items; no model gets the tensors."""
+    """An index of items needs only some features. No model gets the tensors."""
     configure(SLOTS)
     with make() as ctx:
         train(ctx, [batch(0)])
@@ -292,7 +292,7 @@ def test_parts_that_only_some_batches_name_are_logged_once(
 
 
 def test_ranks_agree_on_one_order(configure: Configure) -> None:
-    """Their first batches come from different data scripts."""
+    """The first batches of the ranks come from different data scripts."""
     configure(SLOTS)
     models = [Model(), Model()]
     known = [ModelInputs(), ModelInputs()]

@@ -28,7 +28,7 @@ SETTING = Setting({}, "")
 
 @pytest.fixture
 def inspected(tmp_path: Path) -> Inspect:
-    """Inspects columns of a Parquet file; ``label`` is a column that is added if it is not given."""
+    """Inspects columns of a Parquet file. A column ``label`` is added if none is given."""
 
     def run(columns: dict[str, Any] | None = None, /, suffix: str = ".parquet", **options: Any) -> Inspection:
         path = tmp_path / f"train{suffix}"
@@ -396,7 +396,7 @@ def test_a_date_that_does_not_exist_is_named(
 
 
 def test_times_with_nanoseconds_are_times(inspected: Inspect) -> None:
-    """`data.columns` has no type for them; features parse the strings."""
+    """`data.columns` has no type for nanoseconds, so the column is read as text and the features parse it."""
     found = inspected(
         {"at": [f"2024-05-{1 + row % 20:02d} 1{row % 9}:00:00.123456789" for row in range(ROWS)]}, suffix=".csv"
     )

@@ -1,4 +1,4 @@
-"""One pass over a table: counts, estimates, and the rows that are read if a table is too large."""
+"""One pass over a table: counts, estimates, and the rows that are sampled from a large table."""
 
 from pathlib import Path
 

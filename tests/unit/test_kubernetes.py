@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes: against the schemas of the API, against each other, and against the product."""
+"""The manifests in deploy/kubernetes match the schemas of the API, each other, and the code."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def container(workload: Document) -> Document:
 
 @cache
 def manifests() -> dict[str, Document]:
-    """Return the workloads of the base and of serving. An image, which also reads this file, has none."""
+    """Return the workloads of the base and of serving. An image has none, but pytest collects this file there too."""
     return workloads(base())
 
 
@@ -160,7 +160,7 @@ def test_no_pod_has_rights(workload: Document) -> None:
 
 
 def test_what_a_pod_names_exists(workload: Document) -> None:
-    """Volumes, ConfigMaps, claims and ports. The token's Secret is created by hand."""
+    """The test covers volumes, ConfigMaps, claims and ports. Users create the Secret of the token themselves."""
     spec, only = pod(workload), container(workload)
     generated = yaml.safe_load((FOLDER / "job" / "kustomization.yaml").read_text())["configMapGenerator"]
     sizes = {entry.split("=")[0] for entry in generated[0]["literals"]}
@@ -214,7 +214,7 @@ def test_selectors_match_pods() -> None:
 
 
 def test_processes_have_the_time_that_they_take_to_stop(workload: Document) -> None:
-    """Servers keep open connections, ranks save, serving answers what has arrived."""
+    """Servers keep connections open, ranks save, and serving responds to the requests that have arrived."""
     flag = (ROOT / "rust_core" / "server" / "src" / "args.rs").read_text()
     grace = re.search(r'"PERSIA_STOP_GRACE", value_name = "SECONDS", default_value_t = (\d+)', flag)
     variables = {each["name"]: each.get("value") for each in container(workload).get("env", [])}
@@ -227,7 +227,7 @@ def test_processes_have_the_time_that_they_take_to_stop(workload: Document) -> N
 def test_exit_codes_that_ask_for_a_restart_are_no_failures(name: str) -> None:
     spec = manifests()[name]["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
-    assert pod(manifests()[name])["restartPolicy"] == "Never"  # the policy requires it
+    assert pod(manifests()[name])["restartPolicy"] == "Never"  # the podFailurePolicy requires Never
     actions: dict[str, set[int]] = {}
     for rule in spec["podFailurePolicy"]["rules"]:
         codes = rule.get("onExitCodes")
@@ -257,7 +257,7 @@ def test_each_pod_of_several_knows_its_index() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the folder, as a user edits it."""
+    """A copy of the folder that a user would edit."""
     if shutil.which("kubectl") is None:
         pytest.skip("the program kubectl (1.31 or later) is not on PATH: no manifest was built by Kustomize")
     command = ["kubectl", "version", "--client", "--output", "json"]
@@ -301,7 +301,7 @@ def test_the_job_is_built_from_the_base(copy: Path) -> None:
 
 
 def test_a_changed_file_number_or_variable_restarts_the_pods_that_read_it(copy: Path) -> None:
-    """The template of a pod names its ConfigMaps, whose names are those of their content."""
+    """The template of a pod names its ConfigMaps. The name of a ConfigMap contains a hash of its content."""
     config, job = copy / "persia.yml", copy / "kustomization.yaml"
     readers = {"server", "middleware", "trainer", "data-compose"}
     for path, before, after, changed in (
@@ -323,7 +323,7 @@ def test_a_changed_file_number_or_variable_restarts_the_pods_that_read_it(copy: 
 
 
 def test_an_upgrade_applies_everything_but_the_jobs_first(copy: Path) -> None:
-    """docs/kubernetes.md selects by label; an object without the label is selected by `notin`."""
+    """docs/kubernetes.md selects objects by label. `notin` also selects objects without the label."""
     text = (ROOT / "docs" / "kubernetes.md").read_text()
     found = re.search(r"--selector 'app\.kubernetes\.io/component notin \(([a-z-]+), ([a-z-]+)\)'", text)
     assert found is not None
@@ -336,7 +336,7 @@ def test_an_upgrade_applies_everything_but_the_jobs_first(copy: Path) -> None:
 
 
 def test_the_command_of_the_memory_is_that_of_the_job() -> None:
-    """In the comment, in the documentation, and in the checked-in patch."""
+    """The command is in a comment, in the documentation, and in the committed patch."""
     sizes = yaml.safe_load((FOLDER / "job" / "kustomization.yaml").read_text())["configMapGenerator"][0]["literals"]
     number = dict(entry.split("=") for entry in sizes)
     servers, trainers, ranks = number["SERVER_REPLICA"], number["TRAINER_REPLICA"], max(int(number["GPU_NUM"]), 1)

@@ -100,7 +100,7 @@ def test_ranks_know_their_place(launch: Launch, tmp_path: Path, order: str) -> N
 def test_nats_is_where_persiaml_has_it_unless_a_variable_says_so(
     launch: Launch, tmp_path: Path, given: str | None, seen: str
 ) -> None:
-    """If the variable is empty, it means the embedded mode."""
+    """An empty variable selects the embedded mode."""
     (tmp_path / "train.py").write_text("import os\nprint(f\"url=<{os.environ['PERSIA_NATS_URL']}>\")\n")
     code, output = result(launch("nn-worker", "train.py", env={"PERSIA_NATS_URL": given}))
     assert code == 0 and f"url=<{seen}>" in output, output
@@ -131,7 +131,7 @@ def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path
 def test_a_path_in_a_variable_may_end_in_a_blank(
     launch: Launch, tmp_path: Path, part: str, variable: str, text: str
 ) -> None:
-    """PersiaML's env file has one; Docker keeps it."""
+    """A path in PersiaML's env file ends in a blank, which Docker keeps."""
     (tmp_path / "config.yml").write_text(text)
     code, output = result(launch(part, env={variable: "config.yml "}))
     assert code == 2, output
@@ -248,7 +248,7 @@ with preemption.saving_run():
 
 @pytest.mark.parametrize(("gap", "saved"), [(0.1, True), (2.1, False)])
 def test_a_signal_to_launcher_and_ranks_counts_once(launch: Launch, tmp_path: Path, gap: float, saved: bool) -> None:
-    """Some senders signal all processes, and the launcher forwards it too; only a later one counts as a second."""
+    """Some senders signal all processes, and the launcher forwards the signal to the ranks. Ranks count one signal."""
     (tmp_path / "train.py").write_text(NOTES)
     process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
     pids = up(process, 2)
@@ -315,7 +315,7 @@ def test_a_script_that_fails_leaves_no_summary(launch: Launch, tmp_path: Path) -
 def test_a_script_that_ends_well_without_training_leaves_no_summary(
     launch: Launch, tmp_path: Path, script: str, ranks: int, expected: int, said: str
 ) -> None:
-    """It caught the error of its TrainCtx, or never had one, while other ranks depend on it."""
+    """The script caught the error of its TrainCtx, or never had a TrainCtx, while other ranks depend on its rank."""
     (tmp_path / "train.py").write_text(script)
     env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}
     code, output = result(launch("nn-worker", "train.py", "--nproc-per-node", ranks, env=env))
@@ -324,7 +324,7 @@ def test_a_script_that_ends_well_without_training_leaves_no_summary(
 
 
 def test_output_that_cannot_be_written_stops_no_program() -> None:
-    """As on a full disk, or with a closed pipe: the program continues, and later lines are tried."""
+    """The disk may be full, or the pipe closed. The program continues, and the writes of later lines are tried."""
     lines: list[str] = []
 
     def write(line: str) -> None:
@@ -343,7 +343,7 @@ def test_output_that_cannot_be_written_stops_no_program() -> None:
 def test_an_unusable_token_file_is_exit_code_5(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
-    """The same as for the servers."""
+    """The servers have the same exit code."""
     path = tmp_path / "token"
     if content is not None:
         path.write_text(content)
@@ -354,7 +354,7 @@ def test_an_unusable_token_file_is_exit_code_5(
 
 
 def test_what_a_killed_up_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The folder contains a secret. A folder in use is kept, regardless of its age."""
+    """The folder that is left contains a secret. A folder in use is kept, regardless of its age."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, young, other = (tmp_path / name for name in ("persia-up-left", "persia-up-young", "persia-other"))
     for folder in (left, young, other):
@@ -376,7 +376,7 @@ def test_what_a_killed_up_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_p
     ],
 )
 def test_nats_that_does_not_start_is_reported_with_its_output(tmp_path: Path, code: str, said: str, hint: str) -> None:
-    """The log is in a folder that is removed after a test of one batch."""
+    """The message has the output itself, because the folder with the log is removed after a test of one batch."""
     events = Events()
     process = Process("nats", [sys.executable, "-c", code], env=os.environ, line=lambda _: None, ended=events.ended)
     job = LocalJob("one", 1, 1, None, None, private_dir=tmp_path, state_dir=tmp_path)
@@ -401,7 +401,7 @@ def test_a_log_is_written_when_the_output_is_closed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_killed_launcher_of_data_compose_leaves_nothing(launch: Launch, tmp_path: Path) -> None:
-    """It takes note of the rank 0 that was served, in a place that goes with it."""
+    """The launcher records the rank 0 that it served in a file that is removed with it."""
     temporary, ran = tmp_path / "tmp", tmp_path / "ran"
     temporary.mkdir()
     (tmp_path / "send.py").write_text(
@@ -439,7 +439,7 @@ except BaseException as error:
 def test_a_signal_in_an_import_is_one_line(
     tmp_path: Path, words: list[str], number: signal.Signals, code: int, said: str
 ) -> None:
-    """PyTorch turns an exception in its import into others: a long traceback, and exit code 1."""
+    """PyTorch would turn an exception during its import into a long traceback and exit code 1."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(SLOW)
     (tmp_path / "train.py").write_text("import torch\n")
@@ -489,7 +489,7 @@ def test_waiting_for_trainers_outlives_nats(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
-    """As in ``nohup persia doctor``."""
+    """``nohup persia doctor`` ignores the signal in this way."""
     code = "import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""``persia-launcher data-loader --until-finished``: it ends with the run, also with one that stopped by its budget."""
+"""``persia-launcher data-loader --until-finished`` ends with the run, also with one that its budget has stopped."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:
-    """As rank 0 does: no reader finds half of it."""
+    """Replace the file atomically, as rank 0 does."""
     (folder / "new").write_text(json.dumps(summary))
     (folder / "new").replace(folder / "summary.json")
 
@@ -75,7 +75,7 @@ def write(folder: Path, summary: Mapping[str, Any]) -> None:
 def test_a_signal_ends_it_with_0_if_the_run_has_stopped(
     start: Start, tmp_path: Path, summaries: list[str | None], code: int
 ) -> None:
-    """The first summary is there at the start: if it is of a stopped run, that run is to be resumed."""
+    """If the summary at the start is that of a stopped run, this run is to be resumed."""
     (tmp_path / "send.py").write_text("import pathlib, time\npathlib.Path('sends').touch()\ntime.sleep(600)\n")
     first, *later = summaries
     if first is not None:
@@ -94,7 +94,7 @@ def test_a_signal_ends_it_with_0_if_the_run_has_stopped(
 def test_a_script_that_does_not_end_is_stopped_after_the_run(
     start: Start, tmp_path: Path, status: str, said: str
 ) -> None:
-    """It may wait for trainers that have left."""
+    """The script may be waiting for trainers that have ended."""
     (tmp_path / "send.py").write_text("import pathlib, time\npathlib.Path('sends').touch()\ntime.sleep(600)\n")
     process = start(last=0.1)
     wait_until("the script", (tmp_path / "sends").exists, DEADLINE)
@@ -106,7 +106,7 @@ def test_a_script_that_does_not_end_is_stopped_after_the_run(
 
 @pytest.mark.parametrize("status", ["finished", "stopped"])
 def test_a_script_that_fails_after_the_run_is_no_failure(start: Start, tmp_path: Path, status: str) -> None:
-    """As when its last batch finds no trainer."""
+    """The script fails, for example because no trainer is left to receive its last batch."""
     (tmp_path / "ready.json").write_text(json.dumps(SUMMARIES[status]))
     (tmp_path / "send.py").write_text("import os\nos.link('ready.json', 'summary.json')\nraise SystemExit(5)\n")
     process = start()

@@ -1,4 +1,4 @@
-"""The images' entry point and the launch scripts, run as a container would run them."""
+"""The entry point of the images and the launch scripts, run as in a container."""
 
 import hashlib
 import os
@@ -199,7 +199,7 @@ def test_only_replicas_need_a_number(run: Run) -> None:
     ],
 )
 def test_replicas_of_compose_share_the_host(run: Run, given: str, dns: str, replicas: str) -> None:
-    """A swarm, which replaces the template, distributes them over its nodes."""
+    """A swarm replaces the template, and distributes the replicas over its nodes."""
     result = run("sh", "-c", 'echo "${PERSIA_HOST_REPLICAS-unset}"', REPLICA_INDEX=given, dns=dns)
     assert result.stdout == f"{replicas}\n"
 
@@ -289,7 +289,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
 def test_the_script_without_one_in_the_command(
     run: Run, packaged: Path, variables: dict[str, str], words: dict[str, str]
 ) -> None:
-    """A variable of a script reaches the launcher. With PERSIA_CONFIG no script is needed."""
+    """The variable that names the script reaches the launcher. With PERSIA_CONFIG, no script is needed."""
     script(packaged / "persia-launcher", 'echo "$*"')
     for launch, word in words.items():
         verb = "nn-worker" if launch == "launch_persia.sh" else "data-loader"
@@ -300,7 +300,7 @@ def test_the_script_without_one_in_the_command(
 def test_a_startup_hook_runs_before_training(
     run: Run, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its failure ends the container, with its output and its exit code."""
+    """If the hook fails, the container prints the hook's output and ends with its exit code."""
     script(packaged / "persia-launcher", "echo training")
     workspace = tmp_path / "workspace"
     workspace.mkdir()
@@ -347,7 +347,7 @@ def test_pytest_runs_in_the_folder_of_the_tests(run: Run, packaged: Path) -> Non
     script(packaged / "pytest", "exit 0")
     result = run("pytest", "-k", "a name", PERSIA_RUN_DIR="/runs", check=False)
     assert "collecting tests" in result.stderr
-    assert "/opt/persia" in result.stdout + result.stderr  # a file that only the image has
+    assert "/opt/persia" in result.stdout + result.stderr  # the message names a file that only the image has
 
 
 def test_launch_scripts_are_short() -> None:

@@ -1,4 +1,4 @@
-"""The lists of names in messages."""
+"""Lists of names in messages."""
 
 from persia.embedding.listed import listed, listed_sizes
 

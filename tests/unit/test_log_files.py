@@ -1,4 +1,4 @@
-"""Log files: what a run in one process keeps, rotation, full disks, and the last line of a process that is killed."""
+"""Log files: those of a run in one process, rotation, full disks, and the last line of a killed process."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ from persia.trainer import StepReport, Trainer
 @pytest.mark.row("S4-46", "S4-49")
 def test_a_run_in_one_process_keeps_its_log(tmp_path: Path) -> None:
     logger = get_default_logger()
-    logger.setLevel("WARNING")  # as `persia train` does: standard error has warnings only
+    logger.setLevel("WARNING")  # like `persia train`, whose standard error has only warnings
     _, reports = fit(config_of(tmp_path, data={"epochs": 1}))
     assert logger.level == logging.WARNING
     lines = [json.loads(line) for line in (tmp_path / "runs" / "one" / "logs" / "train.log").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Logs: levels as the servers name them, and lines as the servers write them."""
+"""Logs of Python: level names and lines are those of the servers."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     logger = logging.getLogger(NAME)
     logger.handlers.clear()
-    logger.propagate = True  # pytest has separate handlers on loggers that do not
+    logger.propagate = True  # pytest has separate handlers on loggers that do not propagate
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_levels_that_servers_take_are_levels_here(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.row("S3-34")
 def test_levels_by_name_are_those_of_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text as in ``rust_core/wire/src/logs.rs``."""
+    """``rust_core/wire/src/logs.rs`` has a test with the same text."""
     names = ("persia.wire", "persia.wire.client", "persia.server", "persia")
     before = {name: logging.getLogger(name).level for name in names}
     monkeypatch.setenv("LOG_LEVEL", "error")
@@ -103,7 +103,7 @@ def test_a_json_line_has_the_keys_of_the_servers(
     env: dict[str, str],
     place: tuple[str, int, int | None],
 ) -> None:
-    """``rust_core/server/src/logs.rs`` wants the same keys."""
+    """``rust_core/server/src/logs.rs`` has a test for the same keys."""
     monkeypatch.setattr("persia.runtime.logging.context", {})
     for name, value in {"LOG_FORMAT": "json", "PERSIA_JOB": "ads", **env}.items():
         monkeypatch.setenv(name, value)
@@ -136,7 +136,7 @@ def test_a_line_has_the_last_step_of_the_loop(
 
 
 def test_reports_are_not_in_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The progress of a run shows them."""
+    """The progress display of a run shows the reports."""
     record = logging.makeLogRecord({"name": logging_.REPORTS, "msg": "step", "levelno": logging.INFO})
     for form, lines in (("text", 0), ("json", 1)):
         monkeypatch.setenv("LOG_FORMAT", form)

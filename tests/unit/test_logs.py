@@ -1,4 +1,4 @@
-"""``persia logs``: lines of all processes in the order of time, from a run's folder and from the Docker engine."""
+"""``persia logs``: lines of all processes in chronological order, from a run's folder and from the Docker engine."""
 
 import json
 import os
@@ -145,7 +145,7 @@ def test_without_a_run_and_without_a_stack(verb: Verb) -> None:
 def test_what_is_no_stack(
     run: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch, services: str, rest: str, said: str
 ) -> None:
-    """A project that is not Persia's, and an engine that refuses: the newest run is read."""
+    """If the project is not Persia's or the engine refuses, the newest run is read."""
     program = run / "docker"
     program.write_text(f'#!/bin/sh\ncase "$*" in "compose config --services") {services} ;; *) {rest} ;; esac\n')
     program.chmod(0o755)
@@ -219,7 +219,7 @@ def test_containers_are_read_with_their_own_times(tmp_path: Path, verb: Verb, mo
     assert "compose logs --no-color --timestamps --since 2025-11-25T10:00:00.000Z" in (folder / "calls").read_text()
 
 
-# --- Collectives that have failed
+# --- Failed collectives
 
 WATCHDOG = (
     "[rank{0}]:[E1125 10:00:00.1 ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: "
@@ -266,7 +266,7 @@ except Exception as error:
 
 @pytest.mark.row("S4-17")
 def test_a_time_out_of_gloo_is_recognised(tmp_path: Path) -> None:
-    """With the text of torch itself: rank 1 never comes to the collective."""
+    """Rank 1 never joins the collective, and torch itself writes the message."""
     script = tmp_path / "collective.py"
     script.write_text(COLLECTIVE)
     words = [sys.executable, str(script)]

@@ -76,7 +76,7 @@ def persia_threads() -> list[str]:
     """Return the names of the threads that Persia, including Rust, has started in this process since the test began."""
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since then
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since then
             names.append(path.read_text().strip())
     python = [thread.name for thread in threading.enumerate()]
     running = Counter(name for name in (*names, *python) if name.startswith("persia"))
@@ -84,7 +84,7 @@ def persia_threads() -> list[str]:
 
 
 class Numbered(Batches):
-    """Carries each batch's number as its ids."""
+    """Batches whose ids are the batch number."""
 
     def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
         ids = np.array([number], np.uint64)
@@ -114,7 +114,7 @@ def test_a_batch_that_is_skipped_does_not_hold_up_the_next(configure: Configure)
 
 
 def test_a_loop_kept_beyond_its_context_ends(configure: Configure) -> None:
-    """Threads of an abandoned loop give their gradients back under the GIL: they must not be joined with it."""
+    """The threads of an abandoned loop free their gradients under the GIL. Joining them while holding it would hang."""
     configure(SLOTS)
     with make() as ctx:
         iterator = iter(DataLoader(Batches(60, batch_size=512), embedding_staleness=60))
@@ -149,7 +149,7 @@ def test_nested_contexts_leave_the_outer_ones_settings(configure: Configure) -> 
 
 
 def test_a_loop_is_not_disturbed_from_inside(configure: Configure, tmp_path: Path) -> None:
-    """A second loop, other settings or a load inside a loop are refused, and the loop continues."""
+    """A second loop, other settings and a load are refused inside a loop, and the loop continues."""
     configure(SLOTS)
     with make() as ctx:
         train(ctx, DataLoader(Batches(2)))
@@ -171,7 +171,7 @@ def test_a_loop_is_not_disturbed_from_inside(configure: Configure, tmp_path: Pat
 
 
 def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is not a failure: pushes are awaited, and no error is reported to ranks or data scripts."""
+    """Closing the generator is not a failure: pushes are awaited, and ranks and data scripts get no error."""
     configure(SLOTS)
     ends: list[BaseException | None] = []
     close = LocalBackend.close

@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def rows(count: int = 500, seed: int = 0, distinct: int = 40) -> tuple[Floats, Floats, Floats]:
-    """Logits with ties, labels that depend on them, and weights; some weights are 0."""
+    """Logits with ties, labels that depend on them, and weights. Some weights are 0."""
     random = np.random.default_rng(seed)
     logits = random.integers(-distinct // 2, distinct // 2, count) / 8
     labels = (random.random(count) < sigmoid(logits)).astype(np.float64)
@@ -24,7 +24,7 @@ def rows(count: int = 500, seed: int = 0, distinct: int = 40) -> tuple[Floats, F
 
 
 def pairs(scores: Floats, labels: Floats, weights: Floats) -> float:
-    """The definition of the AUC: the share of pairs that are in order."""
+    """The definition of the AUC: the share of pairs in the correct order."""
     order = whole = 0.0
     for one, other in itertools.product(range(len(scores)), repeat=2):
         if labels[one] == 1 and labels[other] == 0:

@@ -1,4 +1,4 @@
-"""Rows of a batch some at a time: the gradients of the whole batch; and what happens where memory runs out."""
+"""Micro-batches have the gradients of the whole batch, and are halved when memory runs out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def test_parts_give_the_loss_and_the_gradients_of_the_batch(configure: Configure
     results = []
     for parts in (None, size):
         with make() as ctx:
-            ctx.model = Flat()  # a raw slot has 4 columns too: 2 places of a row and its mask
+            ctx.model = Flat()  # a raw slot also has 4 columns: 2 positions with a weight and a mask each
             torch.manual_seed(3)
             for weight in ctx.model.parameters():
                 torch.nn.init.normal_(weight, std=0.3)
@@ -91,7 +91,7 @@ def test_a_step_that_was_left_in_its_middle_is_forgotten(configure: Configure) -
 def test_a_forward_of_a_whole_batch_without_a_backward_is_dropped(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DDP would wait for its backward."""
+    """Otherwise, DDP would wait for the backward pass of the dropped forward pass."""
     configure(SLOTS)
     dropped: list[object] = []
     monkeypatch.setattr("persia.ctx.step.drop_step", dropped.append)
@@ -167,7 +167,7 @@ def test_a_step_that_is_repeated_is_unscaled_once(
 
 
 class Fails(torch.autograd.Function):
-    """Passes a tensor on; its backward, or its forward, raises an error once for each entry of a list."""
+    """Returns its input. The backward or the forward pass raises an error once for each entry of a list."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, errors: list[Exception], where: str) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Fails(torch.autograd.Function):
 
 
 class Scarce(torch.nn.Module):
-    """A model for whose forward or backward there is no memory, so many times."""
+    """A model whose forward or backward pass runs out of memory a given number of times."""
 
     def __init__(self, model: torch.nn.Module, errors: list[Exception], where: str) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_other_errors_are_those_of_the_model(configure: Configure) -> None:
 
 
 def test_a_step_whose_update_fails_cannot_be_repeated(configure: Configure) -> None:
-    """The rows of the step are pushed by then."""
+    """When the update fails, the gradients of the step have already been pushed."""
     configure(SLOTS)
 
     def fail(*_: object) -> None:

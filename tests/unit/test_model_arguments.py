@@ -1,4 +1,4 @@
-"""A wrong hyperparameter is named by its key and its place in the file: in a check, and when the model is made."""
+"""A check and the creation of the model name a wrong hyperparameter by its key and its place in the file."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_check_names_the_argument_and_its_place(
 ) -> None:
     path = write_config(tmp_path, model={"name": "dlrm", **model})
     line = lines_of(path, key.partition("[")[0])[0]
-    if "[" in key:  # the items of a list have lines of their own
+    if "[" in key:  # the items of a list have separate lines
         line += 1 + int(key.partition("[")[2].rstrip("]"))
     for words in (("config", "check", str(path)), ("train", str(path))):
         errors = verb(*words, code=2)[1]
@@ -85,7 +85,7 @@ def test_a_check_names_the_argument_and_its_place(
 def test_a_model_that_refuses_an_argument(
     tmp_path: Path, verb: Verb, model: dict[str, Any], place: str, text: str
 ) -> None:
-    """What only the model itself knows: the message of its error is placed by the argument that it mentions."""
+    """If only the model detects the error, the argument that its message mentions determines the place."""
     check = (
         "if not hidden: raise ValueError('nothing is right')\n"
         "        if hidden[0] < 1: raise ValueError('hidden[0]: want above 0')\n"

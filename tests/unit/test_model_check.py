@@ -18,7 +18,7 @@ STEPS = ["build", "forward", "loss", "backward", "eval", "state_dict"]
 
 
 class Good(torch.nn.Module):
-    """A model that takes any inputs; subclasses break one method each."""
+    """A model that takes any inputs. Subclasses break one method each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,9 +133,7 @@ def test_the_users_own_line_is_named(config: Path) -> None:
 
 @pytest.mark.row("S1-03")
 def test_a_sound_model_passes_and_stays_as_it_was(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PERSIA_NATS_URL", "nats://127.0.0.1:1"
-    )  # in a container of a job: rows are in memory all the same
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")  # in a container of a job, rows are in memory too
     model = Good().eval()
     before = {name: each.clone() for name, each in model.state_dict().items()}
     torch.manual_seed(7)

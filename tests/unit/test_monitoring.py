@@ -1,4 +1,4 @@
-"""Metrics of a rank: what a scrape has, where the port is, and what a short run pushes."""
+"""Metrics of a rank: the content of a scrape, the port, and the metrics that a short run pushes."""
 
 import contextlib
 import errno
@@ -130,7 +130,7 @@ def test_counters_go_on_in_the_next_context_and_evaluations_are_no_steps(
     assert of(samples, "persia_trainer_steps_total") == 6
     assert of(samples, "persia_trainer_step_duration_seconds_sum") == 0
     assert ("persia_trainer_loss", (("rank", "0"),)) not in samples  # there is no context
-    assert ("persia_trainer_checkpoint_age_seconds", (("rank", "0"),)) not in samples  # and no checkpoints
+    assert ("persia_trainer_checkpoint_age_seconds", (("rank", "0"),)) not in samples  # there are no checkpoints
 
 
 def test_a_checkpoint_that_cannot_be_written_grows_old_and_is_counted(
@@ -315,7 +315,7 @@ def test_the_default_port_gives_way_and_ranks_of_a_host_have_the_next_ones(
 
 
 class Gateway:
-    """A push gateway that keeps what it gets."""
+    """A push gateway that stores the pushed data."""
 
     def __init__(self, status: int = 200) -> None:
         pushed: list[tuple[str, str, str]] = []

@@ -48,7 +48,7 @@ def all_series() -> dict[str, str]:
 
 
 def exposed() -> set[str]:
-    """Return the names in expressions: those of histograms have an ending."""
+    """Return the names as they occur in expressions, in which names of histograms have a suffix."""
     found = {"up", "ALERTS"}
     for name, kind in all_series().items():
         found |= {f"{name}_{end}" for end in ("bucket", "sum", "count")} if kind == "histogram" else {name}

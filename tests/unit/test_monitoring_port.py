@@ -1,4 +1,4 @@
-"""The port for metrics: clients that are slow, and many at once."""
+"""The port for metrics: slow clients, and many simultaneous clients."""
 
 import contextlib
 import http.client

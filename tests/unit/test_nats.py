@@ -1,4 +1,4 @@
-"""Questions to NATS that fail."""
+"""Failed queries to NATS."""
 
 import gc
 import socket
@@ -36,7 +36,7 @@ def closes_after_its_greeting() -> Iterator[int]:
 
 @contextmanager
 def refuses() -> Iterator[int]:
-    """A port where nothing listens."""
+    """A port at which nothing listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -94,7 +94,7 @@ def test_status_without_an_address_names_the_form_for_a_stack(monkeypatch: pytes
 
 @pytest.mark.parametrize("failing", [refuses, closes_after_its_greeting])
 def test_a_question_that_fails_leaves_no_socket_open(failing: object) -> None:
-    """An open socket would be a ResourceWarning, which fails the test, once it is collected."""
+    """An open socket would cause a ResourceWarning when it is collected, and the warning fails the test."""
     with failing() as port:  # type: ignore[operator]
         with pytest.raises(UnreachableError, match=f"NATS at 127.0.0.1:{port} is not reachable"):
             nats.services(f"nats://127.0.0.1:{port}", job=None)

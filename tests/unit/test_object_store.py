@@ -1,4 +1,4 @@
-"""Checkpoints that are written straight to an object store: here S3, served by a real program."""
+"""Checkpoints that are written directly to an object store. The store is S3, served by a real program."""
 
 import os
 import re
@@ -31,24 +31,24 @@ URL = f"s3://bucket/{RUN}"
 
 
 def files(url: str) -> dict[str, str]:
-    """Return the hash of each file of a checkpoint, all of which are verified."""
+    """Verify a checkpoint, and return the hash of each file."""
     opened = core.Checkpoint(url)
     opened.verify()
     return {file["name"]: file["blake3"] for file in opened.files}
 
 
 def trained(url: str) -> dict[str, str]:
-    """Return the hashes of all files but that of the random state, which is the process's."""
+    """Return the hashes of all files except that of the random state, which differs between processes."""
     return {name: found for name, found in files(url).items() if name != "rank-0.state"}
 
 
 def staged(url: str) -> str:
-    """Return the name below which the files of a checkpoint are."""
+    """Return the prefix of the files of a checkpoint."""
     return re.sub(r".*\"generation\": (\d+).*", r".saving-\1", core.Checkpoint(url).manifest, flags=re.DOTALL)
 
 
 def exactly(store: Server, url: str) -> None:
-    """Nothing else is below the URL than the files of its checkpoint."""
+    """Assert that there is nothing below the URL except the files of its checkpoint."""
     folder, names = staged(url), files(url)
     keys = store.keys(url.removeprefix("s3://bucket/") + "/")
     assert keys == sorted(["MANIFEST.json", *(f"{folder}/{name}" for name in names)])
@@ -147,7 +147,7 @@ def run_script(tmp_path: Path, url: str) -> "subprocess.Popen[bytes]":
 def test_a_save_that_is_killed_at_any_request_leaves_the_old_checkpoint_or_the_new_one(
     configure: Configure, tmp_path: Path, store: Server, proxy: Proxy, when: str
 ) -> None:
-    """The process is killed when the store is about to get each of its requests, or has got it."""
+    """The process is killed before or after the store receives a request, for each request of the save."""
     configure(SLOTS)
     small(f"{URL}/expected-1", 1)
     small(f"{URL}/expected-2", 2)
@@ -212,7 +212,7 @@ def once(fault: "Answer | str", which: Rule) -> Rule:
     ],
 )
 def test_every_request_may_fail_once(configure: Configure, store: Server, proxy: Proxy, fault: "Answer | str") -> None:
-    """A put of the manifest whose connection breaks is not repeated, because another save may be first."""
+    """If the connection breaks during the put of the manifest, the put is not retried: another save may be first."""
     configure(SLOTS)
     small(f"{URL}/expected", 2)
     except_manifest = fault in (CUT, HALF)
@@ -242,7 +242,7 @@ def test_a_manifest_that_is_not_put_leaves_the_old_checkpoint(
 
 
 def test_a_save_that_another_one_has_overtaken_is_refused(configure: Configure, store: Server, proxy: Proxy) -> None:
-    """The first one's manifest stays, with all its files."""
+    """The manifest of the other save remains, with all its files."""
     configure(SLOTS)
     small(f"{URL}/other", 1)
     other = store.request("GET", f"/bucket/{RUN}/other/MANIFEST.json")
@@ -271,7 +271,7 @@ def test_a_manifest_never_names_a_file_that_its_writer_put_elsewhere(
 
 
 def test_a_run_resumes_though_listings_lag(configure: Configure, tmp_path: Path, proxy: Proxy, store: Server) -> None:
-    """No listing shows anything that the run has put: the newest checkpoint is found by ``LATEST``."""
+    """No listing shows an object of the run, so the newest checkpoint is found by ``LATEST``."""
     expected = whole(configure, tmp_path / "undisturbed")
     proxy.lag()
     whole(configure, URL, steps=23, keep_last=1)  # type: ignore[arg-type]
@@ -296,7 +296,7 @@ def test_a_listing_that_still_shows_what_was_deleted_does_no_harm(configure: Con
 
 
 def test_what_a_killed_save_has_left_is_deleted_once_it_is_old(configure: Configure, store: Server) -> None:
-    """Files newer than the newest checkpoint may be of a save that is being written."""
+    """Files that are newer than the newest checkpoint may belong to a save in progress."""
     configure(SLOTS)
     small(f"{URL}/step-1", 1)
     store.request("PUT", f"/bucket/{RUN}/step-2/.saving-77/shard-000.arrow", b"half")

@@ -1,4 +1,4 @@
-"""Failures after which a checkpoint in an object store must still be there, and rows to start from."""
+"""Failures after which a checkpoint in an object store must still exist, and imported rows in a store."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from persia_core import checkpoint as core
 def test_the_files_of_a_save_that_begins_during_a_commit_stay(
     configure: Configure, store: Server, proxy: Proxy
 ) -> None:
-    """Only what was there before the manifest was put is deleted after it."""
+    """After the put of the manifest, only files that existed before it are deleted."""
     configure(SLOTS)
     small(f"{URL}/one", 1)
     old, new = ".saving-76/shard-000.arrow", ".saving-77/shard-000.arrow"
@@ -64,9 +64,9 @@ def test_a_save_whose_remains_cannot_be_deleted_is_complete(
 
 
 def test_a_save_that_cannot_be_read_back_is_not_deleted(configure: Configure, store: Server, proxy: Proxy) -> None:
-    """Its files may be intact. Only the first save cannot be read."""
+    """The files of a save that cannot be read may be intact. Only the first save cannot be read here."""
     configure(SLOTS)
-    there: list[bool] = []  # whether the checkpoint is there when a save commits
+    there: list[bool] = []  # whether the checkpoint exists when a save commits
 
     def refuse(request: Request) -> Answer | None:
         if request.is_manifest:
@@ -107,7 +107,7 @@ def test_the_advice_to_delete_damaged_checkpoints_spares_one_that_cannot_be_read
 
 
 def test_an_upload_whose_last_response_is_lost_is_complete(configure: Configure, store: Server, proxy: Proxy) -> None:
-    """The store has made the object of its parts, and does not know the upload any more."""
+    """The store has assembled the object, so the upload no longer exists."""
     configure(SLOTS)
     large = {"weights": torch.arange(3 << 20, dtype=torch.float32)}  # 12 MiB
     completions: list[Request] = []
@@ -139,7 +139,7 @@ def test_an_upload_whose_last_response_is_lost_is_complete(configure: Configure,
 def test_a_run_may_start_from_rows_in_the_store(
     configure: Configure, store: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, in_job: bool
 ) -> None:
-    """Those of a run are refused, by their URL."""
+    """A checkpoint of a run is refused, and the message has its URL."""
     configure(SLOTS)
     small(f"{URL}/one", 1)
     monkeypatch.setenv("PERSIA_CKPT_DIR", URL)

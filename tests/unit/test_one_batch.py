@@ -1,4 +1,4 @@
-"""``persia train --test``: four steps on one batch, and nothing is left."""
+"""``persia train --test`` trains four steps on one batch, and leaves no files."""
 
 import hashlib
 import os
@@ -38,7 +38,7 @@ class Mine(torch.nn.Module):
 
 
 def mine(folder: Path, build: str = "pass", forward: str = "pass", state: str = "pass") -> Path:
-    """Write a model of one's own that fails where it is told to, and a configuration of it."""
+    """Write a user's model that fails at a given place, and a configuration with this model."""
     (folder / "mine.py").write_text(MINE.format(build=build, forward=forward, state=state))
     write_clicks(folder / "clicks.parquet", 300)
     return write_config(folder, model={"class": "mine:Mine"})
@@ -187,7 +187,7 @@ def test_more_ranks_than_gpus_are_named_before_anything_starts(
         assert "--nproc 5: 5 GPUs requested, 1 visible" in errors and "next:  --nproc 1" in errors
     assert not [*tmp_path.glob("runs/*")]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
-    ranks.check_devices(5)  # each has one
+    ranks.check_devices(5)  # each rank has a device
 
 
 def test_ranks_resume_only_what_ranks_have_trained(tmp_path: Path, verb: Verb) -> None:
@@ -203,7 +203,7 @@ def test_ranks_resume_only_what_ranks_have_trained(tmp_path: Path, verb: Verb) -
 
 @pytest.mark.row("S1-19", "S1-17")
 def test_the_storage_of_checkpoints_is_tried_before_training(tmp_path: Path, verb: Verb) -> None:
-    """Before rows are read and before the model is made, whatever that takes."""
+    """The storage is tried before rows are read and before the model is created, which may take long."""
     path = mine(tmp_path, build=f"open({str(tmp_path / 'made')!r}, 'w').close()")
     (tmp_path / "clicks.parquet").write_bytes(b"no rows can be read")
     for options in ([], ["--test", "--local"], ["--test", "--nproc", "2"]):

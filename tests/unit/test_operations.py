@@ -1,4 +1,4 @@
-"""What an operator asks of a run: the rows of a step, synchronous CUDA, reports without graphs, options of ranks."""
+"""Requirements of operators: the rows of a step, synchronous CUDA, reports without graphs, options of ranks."""
 
 import gc
 import os
@@ -38,13 +38,13 @@ def test_the_rows_of_a_step_are_told(
 
 @pytest.mark.row("S4-10")
 def test_a_step_of_more_rows_than_the_configuration_has_is_refused(tmp_path: Path) -> None:
-    """Such as those of a data-compose with another persia.yml."""
+    """A data-compose with another persia.yml may send a step with more rows."""
     with Trainer(config_of(tmp_path)) as trainer:
         trainer.fit()
         training = trainer._training
         assert isinstance(training, Training)
         training._check_rows(128)
-        training._check_rows(7)  # the end of the data
+        training._check_rows(7)  # fewer rows, as at the end of the data
         with pytest.raises(
             ConfigError,
             match=r"a step has 256 rows \(256 by rank\), but data\.batch_size and train\.accumulate allow 128",

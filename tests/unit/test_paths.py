@@ -1,4 +1,4 @@
-"""PersiaML's import paths, and the single lists of exit codes and settings."""
+"""PersiaML's import paths. Exit codes and settings are listed in one place each."""
 
 import importlib
 import subprocess

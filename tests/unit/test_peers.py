@@ -41,7 +41,7 @@ def test_ranks_at_different_places_are_told_so(meet: Meet, pool: Executor) -> No
 def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: Executor) -> None:
     first, second, third = meet(3)
     waiting = [pool.submit(each.all_gather, "step 1", 0) for each in (first, second)]
-    third._links[0].hang_up()  # as the kernel does for a process that is killed
+    third._links[0].hang_up()  # as the kernel does for a killed process
     for future in waiting:
         with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a message"):
             future.result(LONG)
@@ -69,7 +69,7 @@ def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet,
 
 
 def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: Executor) -> None:
-    """Two wait in an all-gather that the third does not call; one of them has completed more than the others."""
+    """Two ranks wait in an all-gather that the third does not call. One rank has completed more collectives."""
     ranks = meet(3)
     waiting = [pool.submit(each.all_gather, "the loop", 0) for each in ranks[:2]]
     third = pool.submit(ranks[2].all_gather_at_exit, 20, LONG)
@@ -87,7 +87,7 @@ def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: Execut
 def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch(
     meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int
 ) -> None:
-    """Torch may detect it before that rank's message arrives; ranks above 0 hear of each other from rank 0."""
+    """Torch may detect the lost rank before its message arrives. Rank 0 forwards the messages of other ranks."""
     *ranks, last = meet(3)
     monkeypatch.setattr(run, "peers", lambda: ranks[rank])
     batch = PersiaBatch(
@@ -110,7 +110,7 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
 
 def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Meet, pool: Executor) -> None:
     first, second = meet(2)
-    with second._changed:  # it wakes up late
+    with second._changed:  # delays the second rank
         waiting = pool.submit(second.all_gather, "the save", 10)
         assert first.all_gather("the save", 0) == [0, 10]
         first.leave("SystemExit: 75")
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: Executor) 
 
 
 def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: Executor) -> None:
-    """Its loop waits, for example for a rank that evaluates."""
+    """The loop of the rank waits, for example for a rank that evaluates."""
     ranks = meet(3)
     with preemption.saving_run():
         waiting = pool.submit(ranks[1].all_gather, "the loop", 0)
@@ -169,7 +169,7 @@ def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
 
 
 class FakeEngine:
-    """Its pushes are applied, or cannot be."""
+    """An engine whose pushes are applied, or cannot be applied."""
 
     def __init__(self, error: PersiaError | None) -> None:
         self.error = error
@@ -196,7 +196,7 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
 
 
 class DiskFullError(StorageError):
-    """A class that only the module of the failing code has."""
+    """A class that exists only in the module of the failing code."""
 
 
 def test_another_ranks_error_keeps_its_hint_and_the_class_that_all_ranks_know(meet: Meet, pool: Executor) -> None:

@@ -205,7 +205,7 @@ def test_a_free_port_may_be_asked_for_with_an_interval() -> None:
 
 
 def test_keys_without_effect_are_one_warning(configure: Configure, log: list[str], tmp_path: Path) -> None:
-    """The keys of other versions of PersiaML, which itself ignores every unknown key."""
+    """Other versions of PersiaML have these keys. PersiaML itself ignores every unknown key."""
     configure(SLOTS)
     (tmp_path / "global_config.yml").write_text(
         "common_config:\n  metrics_config: {enable_metrics: false, push_interval_seconds: 10}\n  job_type: Train\n"

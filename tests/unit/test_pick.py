@@ -1,4 +1,4 @@
-"""The cheapest instance of a price table on which a run fits: ``persia config pick``."""
+"""``persia config pick``: the cheapest instance of a price table on which a run fits."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_it_waits_if_less_than_half_is_saved() -> None:
 
 @pytest.mark.row("S4-40")
 def test_the_saving_is_that_against_the_lowest_price_on_demand_of_a_suitable_one() -> None:
-    """A dear instance at a low price saves little if another one costs as much on demand."""
+    """A discounted large instance saves little if another suitable instance costs the same on demand."""
     found = pick([Instance("big", 64 * GIB, 0.3, 3.0), Instance("mid", 8 * GIB, 0.35, 0.4)], 4 * GIB)
     assert found is not None and found.usual is not None
     assert (found.instance.name, found.usual.name) == ("big", "mid") and found.waits

@@ -1,4 +1,4 @@
-"""The errors of PowerSGD: they follow the loss scale, and ranks agree on them."""
+"""The error feedback of PowerSGD follows the loss scale, and ranks agree on it."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,7 +29,7 @@ def group() -> Iterator[None]:
 
 
 def trained(interval: int) -> torch.Tensor:
-    """Train in fp16 with PowerSGD, whose loss scale is doubled so often, and return the weights."""
+    """Train in fp16 with PowerSGD, double the loss scale a number of times, and return the weights."""
     torch.manual_seed(1)
     options: dict[str, Any] = {"find_unused_parameters": True}
     model = Averaged(TinyModel(), None, Compression("powersgd", 1, 2), timedelta(minutes=1), **options)
@@ -70,7 +70,7 @@ def test_the_scale_of_errors_is_in_checkpoints() -> None:
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_rank_drops_its_errors_only_if_rank_0_has_loaded_theirs(monkeypatch: pytest.MonkeyPatch, loads: bool) -> None:
-    """Rank 0 keeps its own if it has loaded rows only."""
+    """Rank 0 keeps its own errors if it has loaded rows only."""
     loaded: list[Any] = []
     monkeypatch.setattr(run_state, "load_averaging", lambda _, state: loaded.append(state))
     monkeypatch.setattr(run_state, "load_dense", lambda *_: None)

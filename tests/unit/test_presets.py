@@ -15,7 +15,7 @@ ROWS = 3000
 
 
 def write_criteo(path: Path, rows: int = ROWS) -> None:
-    """Write rows in Criteo's format: a label, 13 integers, 26 categories of 8 digits, fields that may be empty."""
+    """Write rows in Criteo's format: a label, 13 integers and 26 categories of 8 digits. Fields may be empty."""
     random = np.random.default_rng(0)
     with path.open("w") as file:
         for row in range(rows):

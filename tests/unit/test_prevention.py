@@ -1,4 +1,4 @@
-"""Mistakes are found before training: configuration, storage, the small before the whole, and locked versions."""
+"""Mistakes are detected before training: configuration, storage, quick checks before slow ones, locked versions."""
 
 import re
 from pathlib import Path

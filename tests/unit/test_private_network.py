@@ -19,7 +19,7 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """Gives this host other interfaces: ``host(eth0=["10.0.0.5"])``."""
+    """Return a function that gives this host other interfaces: ``host(eth0=["10.0.0.5"])``."""
     for name in ("PERSIA_ADVERTISE", "PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", private.ALLOW):
         monkeypatch.delenv(name, raising=False)
 
@@ -107,7 +107,7 @@ def test_an_address_that_others_translate_lets_rank_0_listen_everywhere(
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_an_interface_with_a_public_address_beside_a_private_one_is_refused(host: Host, backend: str) -> None:
-    """The ranks get the name of the interface, and the backend may take its first address."""
+    """The ranks get the name of the interface, and the backend may use the interface's first address."""
     host(eth0=[PUBLIC, "10.0.0.5"])
     with pytest.raises(UsageError, match=f"interface eth0 has {PUBLIC}"):
         private.check("10.0.0.5", rank=1, backend=backend)

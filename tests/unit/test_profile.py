@@ -1,4 +1,4 @@
-"""The profile of a run: spans, times, a trace, and advice that names what limits."""
+"""The profile of a run: spans, times, a trace, and advice that names the bottleneck."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SPANS = ("data wait", "look-up", "forward", "backward", "push", "optimizer")
 
 
 class SlowBatches(Batches):
-    """Reads a batch in 200 ms: far longer than a step, also on a busy machine."""
+    """Reads a batch in 200 ms, which is far longer than a step, even on a busy machine."""
 
     def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
         time.sleep(0.2)
@@ -76,7 +76,7 @@ def test_the_bottleneck_is_named_with_what_to_change(
     limit: str,
     change: str,
 ) -> None:
-    """Look-ups, pushes and ranks are in tests/integration/test_bottlenecks.py."""
+    """Tests with look-ups, pushes and several ranks are in tests/integration/test_bottlenecks.py."""
     configure(SLOTS)
     found = advice.advise(profile(tmp_path / "profile", data(20), model()))
     assert found.limit == limit and change in found.text, str(found)
@@ -105,7 +105,7 @@ def test_steps_are_recorded_as_scheduled_with_a_trace(configure: Configure, tmp_
 
 @pytest.mark.row("S4-35")
 def test_look_ups_and_pushes_are_spans_of_the_trace(configure: Configure, tmp_path: Path) -> None:
-    """Perfetto and chrome://tracing need a name, a phase, a start and a length in microseconds of each event."""
+    """For each event, Perfetto and chrome://tracing need a name, a phase, and start and duration in microseconds."""
     configure(SLOTS)
     profile(tmp_path, Batches(12), TinyModel(), wait=2, warmup=1, active=5)
     events = json.loads((tmp_path / "rank-0.pt.trace.json").read_text())["traceEvents"]

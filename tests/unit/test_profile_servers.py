@@ -1,4 +1,4 @@
-"""Which server is named in the advice of a profile."""
+"""The server that the advice of a profile names."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_what_a_server_did_is_the_difference_of_two_readings(monkeypatch: pytest
 def test_a_server_that_has_restarted_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its counters begin at 0 again. Some of them may already be above their first reading."""
+    """The counters of the restarted server begin at 0. Some may already be above their first reading."""
     found = Servers({0: "a:1", 1: "b:2"})
     texts = {"a:1": METRICS, "b:2": METRICS}
     monkeypatch.setattr(found, "_read_one", lambda server: (server[0], parse(texts[server[1]])))

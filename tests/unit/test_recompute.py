@@ -1,4 +1,4 @@
-"""Activation checkpointing: less memory between forward and backward, and the same bits."""
+"""Activation checkpointing uses less memory between forward and backward pass, with bit-identical results."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def built(name: str, recomputes: bool) -> torch.nn.Module:
 
 
 def step(model: torch.nn.Module) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-    """Return the bytes that the forward keeps, the output, and the gradients."""
+    """Return the bytes that the forward pass keeps, the output, and the gradients."""
     kept: dict[int, int] = {}
     weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
 
@@ -35,7 +35,7 @@ def step(model: torch.nn.Module) -> tuple[int, torch.Tensor, list[torch.Tensor]]
     torch.manual_seed(7)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(DENSE, SLOTS)
-        size = sum(kept.values())  # before the backward computes it again
+        size = sum(kept.values())  # measured before the backward pass recomputes the results
     output.sum().backward()
     return size, output.detach(), [each.grad for each in model.parameters() if each.grad is not None]
 

@@ -103,7 +103,7 @@ def test_a_resumed_reader_refuses_other_data_and_settings(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_shards_divide_the_rows(folder: Path, count: int) -> None:
-    """The rows are divided by units if there are enough of them, else row by row."""
+    """Whole units are divided among shards if there are enough of them; otherwise, single rows are divided."""
     files = open_files(str(folder))
     parts = [
         rows_of(RecordReader(files, 16, shuffle=True, seed=2, shard=(index, count), window_rows=64))
@@ -157,7 +157,7 @@ def test_a_file_is_given_once(folder: Path) -> None:
 
 
 def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
-    """Neither an earlier file, another order nor another folder changes it; partitions are separate files."""
+    """An additional file, another order or another folder does not change the part of a row. Partitions are files."""
     for name, start in (("day=2/m", 0), ("day=3/m", 1000), ("more/day=1/m", 2000)):
         (tmp_path / name).parent.mkdir(parents=True)
         pa.parquet.write_table(table(start), tmp_path / f"{name}.parquet")
@@ -178,7 +178,7 @@ def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
 
 
 def test_a_position_of_an_older_split_is_refused_by_name(folder: Path) -> None:
-    """Rows used to be divided by the number of their file."""
+    """Older versions divided rows by the number of their file."""
     reader = RecordReader(open_files(str(folder)), 32, split=HashSplit())
     state = json.loads(json.dumps(reader.state_dict()))
     del state["of"]["split"]["row"]
@@ -207,7 +207,7 @@ def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
     ("given", "wanted"), [(20240106, "2024-01-06"), (1704499200, "2024-05-01"), (2024.5, "2024-05-01")]
 )
 def test_a_number_is_no_time(kind: pa.DataType, given: float, wanted: str) -> None:
-    """As seconds since 1970, 20240106 would be a moment in 1970, and all rows would be test rows."""
+    """Read as seconds, 20240106 would be a time in 1970, and all rows would be in the test part."""
     batch = pa.record_batch({"time": table()["time"].combine_chunks().cast(pa.date32()).cast(kind)})
     with pytest.raises(
         UsageError, match=f"split by 'time': valid={given} is a number, but the column is of type"
@@ -265,7 +265,7 @@ def test_each_text_file_has_its_own_header(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_not_read_far_ahead(tmp_path: Path) -> None:
-    """Not even if the consumer is slow."""
+    """Even if the consumer is slow, little is read ahead."""
     path = tmp_path / "a.csv"
     path.write_text("row\n" + "1234567890123456789\n" * 5_000_000)  # 100 MB
     files = open_files(str(path))
@@ -340,7 +340,7 @@ def test_values_that_cannot_be_read_are_null_and_counted(tmp_path: Path) -> None
 
 
 def test_a_wrong_value_is_named_in_every_read(tmp_path: Path) -> None:
-    """Wherever it is in Arrow's blocks of 1 MiB, also beside a block's end, and while other files are read."""
+    """The value may be anywhere in Arrow's blocks of 1 MiB, also at the end of a block, while other files are read."""
     lines = [f"{number},{number * 7 % 1000},user{number % 500}" for number in range(60_000)]
     place = f"{tmp_path}/wrong.csv: row 48001 (line 48002), column 'price'"
     wrong = f"{place}: found 'n/a', but the type of the column is double"

@@ -1,4 +1,4 @@
-"""The reference of the manual is that of the code: commands, exit codes, variables, series of metrics."""
+"""The reference pages agree with the code: commands, exit codes, variables, series of metrics."""
 
 import re
 import shutil
@@ -52,7 +52,7 @@ def of_python() -> set[str]:
 
 
 def of_rust(folder: str) -> set[str]:
-    """Return the variables that a crate names, without those of its tests and of its build (``env!``)."""
+    """Return the variables that a crate names, except those of its tests and of its build (``env!``)."""
     found: set[str] = set()
     for path in (ROOT / "rust_core" / folder / "src").rglob("*.rs"):
         found |= {*re.findall(r'(?<!env!\()"(PERSIA_[A-Z0-9_]+)"', path.read_text().partition("#[cfg(test)]")[0])}
@@ -75,7 +75,7 @@ def of_compose() -> dict[str, set[str]]:
 
 
 def arguments() -> dict[str, tuple[str, str, str | None]]:
-    """Return the structure, the name of the value and the default of each variable of the programs in Rust."""
+    """For each variable of the Rust programs, return the structure, the name of the value and the default."""
     source = (ROOT / "rust_core" / "server" / "src" / "args.rs").read_text()
     found = {}
     for structure, body in re.findall(r"^pub struct (\w+) \{\n(.*?)^\}", source, re.MULTILINE | re.DOTALL):

@@ -1,4 +1,4 @@
-"""``make release``: what it refuses, what it checks, and how it continues. test_release_build.py runs all of it."""
+"""``make release``: refusals, checks, and resumption. test_release_build.py runs a complete release."""
 
 import datetime
 import json
@@ -50,7 +50,7 @@ Description-Content-Type: text/markdown
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone with the files that have the version, at version 1.2.3 with two unreleased changes."""
+    """A clone at version 1.2.3 with two unreleased changes, and with all files that contain the version."""
     for name in (*source.PLACES, "Makefile", *(f"tools/{tool}" for tool in TOOLS)):
         target = tmp_path / "clone" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def test_sums_find_each_changed_file(tmp_path: Path) -> None:
 def wheel(
     folder: Path, name: str = "persia_core-1.2.3-cp310-abi3-manylinux_2_28_x86_64.whl", **changes: bytes | Path
 ) -> Path:
-    """A wheel of these files: ``metadata`` and ``licence`` replace those, ``so`` is a compiled file."""
+    """Write a wheel. ``metadata`` and ``licence`` replace its files of this kind, ``so`` is a compiled file."""
     path = folder / name
     with zipfile.ZipFile(path, "w") as archive:
         info = "persia_core-1.2.3.dist-info"
@@ -282,7 +282,7 @@ def made(folder: Path, sources: str = "tree", **changes: Any) -> release_steps.R
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two steps in place of those of a release, each of which adds its name. After ``fails`` the second one fails."""
+    """Replace the steps of a release by two steps that record their names. With ``fails``, the second step fails."""
     ran: list[str] = []
 
     def first(this: release_steps.Release) -> list[Path]:
@@ -360,7 +360,7 @@ def test_the_command_that_repeats_a_release_has_its_options(options: dict[str, A
 
 
 def test_a_command_that_asks_gets_no_answer(tmp_path: Path) -> None:
-    """It would wait for the terminal, and its question is in a log."""
+    """The command would wait for the terminal although its question is only in a log."""
     reader, writer = os.pipe()
     os.write(writer, b"yes\n")
     os.close(writer)
@@ -464,7 +464,7 @@ def test_a_bill_names_its_file_and_the_packages_of_debian(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["LICENSE-MIT", "LICENSE-APACHE"])
 def test_each_package_has_the_licences_of_the_repository(name: str) -> None:
-    """Those of ``persia_py`` are no links, because hatchling would put the links into the source archive."""
+    """``persia_py`` has copies and not links, because hatchling would put links into the source archive."""
     for folder in ("persia_py", "rust_core/core", "rust_core/server"):
         assert (ROOT / folder / name).read_bytes() == (ROOT / name).read_bytes()
     assert not (ROOT / "persia_py" / name).is_symlink()

@@ -1,4 +1,4 @@
-"""``make release`` as a whole: every file and image is made and verified. It compiles the engine once more."""
+"""A complete run of ``make release``: every file and image is built and verified, and the engine compiled again."""
 
 import os
 import re

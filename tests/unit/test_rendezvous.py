@@ -1,4 +1,4 @@
-"""How ranks find each other: NATS, interfaces, and the options of the process group."""
+"""The rendezvous of ranks: NATS, interfaces, and the options of the process group."""
 
 import io
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from meeting import LONG, all_gather
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not explicitly
 
 from persia.discovery import nats
 from persia.distributed import FSDPOption, control_plane, network, options, rendezvous

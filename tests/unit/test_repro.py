@@ -1,4 +1,4 @@
-"""``persia dump --repro``: a failure is repeated elsewhere with one batch, and with the smallest model."""
+"""``persia dump --repro`` reproduces a failure elsewhere with one batch, and with the smallest model."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from persia.models import Tiny
 
 
 def repeated(folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run the script of a reproduction as its reader would."""
+    """Run the script of a reproduction as its recipient would."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PERSIA_")}
     words = ["sh", str(folder / "run.sh")]
     return subprocess.run(words, env=own, capture_output=True, text=True, check=False, timeout=240)

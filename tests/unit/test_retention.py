@@ -1,4 +1,4 @@
-"""Checkpoints that are kept, pruned, verified and retried; a disk that is full."""
+"""Retention, pruning, verification and retries of checkpoints, and a full disk."""
 
 import errno
 import itertools
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_makes_no_young_one_old(damaged: Path, verb: Verb) 
 @pytest.mark.row("S4-53")
 @pytest.mark.parametrize("option", [("--older", "7d"), ("--keep-last", "1")])
 def test_a_dry_run_lists_what_is_deleted(damaged: Path, verb: Verb, in_ten_days: None, option: tuple[str, str]) -> None:
-    """The newest checkpoint stays, and so does the newest intact one."""
+    """The newest checkpoint is kept, and so is the newest intact one."""
     del in_ten_days
     listed = verb("ckpt", "prune", "run", *option, "--dry-run")[0].splitlines()
     assert [line.split()[0] for line in listed[:-1]] == ["run/step-10"]

@@ -1,4 +1,4 @@
-"""``runs/LATEST``, and the name of a run that failed before it had anything to keep."""
+"""``runs/LATEST``, and the name of a run that failed before it had results."""
 
 import json
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_a_file_latest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_is_not_replaced(tmp_path: Path) -> None:
-    """They are where the run's own configuration says, not where that of the new one does."""
+    """The configuration of the existing run determines where its checkpoints are, not that of the new run."""
     write_clicks(tmp_path / "clicks.parquet", 500)
     one = train(tmp_path, "one", checkpoint={"dir": str(tmp_path / "elsewhere")})
     assert next((tmp_path / "elsewhere").rglob("MANIFEST.json"), None) is not None
@@ -156,7 +156,7 @@ def test_a_job_does_not_overwrite_a_run_of_one_process(tmp_path: Path) -> None:
 def test_a_profile_that_cannot_be_shown_does_not_fail_a_finished_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That of an earlier start of the run is not shown."""
+    """The profile of an earlier start of the run is not shown."""
     write_config(tmp_path)
     config = read_job_config(tmp_path / "persia.yml", Sizes(name="one"))
     profile = tmp_path / "runs" / "one" / "profile" / "rank-0.json"

@@ -91,7 +91,7 @@ def test_a_mark_that_fails_does_not_unfinish_the_run(root: Path, caplog: pytest.
 
 
 def test_the_name_and_the_folders_that_hold_it_are_durable(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every new name was synced in its folder, from that of the existing one down to the file."""
+    """Every new folder entry is synced, from the new entry in an existing folder down to the file."""
     synced: list[Path] = []
 
     def sync(descriptor: int) -> None:

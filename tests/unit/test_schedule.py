@@ -39,7 +39,7 @@ def test_cosine_equals_torch(end: float) -> None:
 
 
 def test_a_step_uses_its_own_rate(configure: Configure) -> None:
-    """With SGD, halving the rate in steps 2 and 3 is halving the gradients there."""
+    """With SGD, half the rate in steps 2 and 3 is equivalent to half the gradients in these steps."""
     configure(SLOTS)
     results = []
     for optimizer, scale in ((SGD(0.1).scheduled(lambda t: 1.0 if t == 1 else 0.5), 1.0), (SGD(0.1), 0.5)):

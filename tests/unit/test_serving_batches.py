@@ -1,4 +1,4 @@
-"""Requests that wait are scored together, and each gets its own answer."""
+"""Waiting requests are scored together, and each gets its own response."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ class Gate(SmallModel):
 
 
 class PanicError(BaseException):
-    """A panic of Rust: no Exception."""
+    """An error like a Rust panic, which is not an Exception."""
 
 
 PANIC = 999
@@ -60,7 +60,7 @@ def rows(*users: int) -> list[dict[str, Any]]:
 
 
 def with_batcher(test: Callable[[Batcher, Gate], Awaitable[None]], **limits: Any) -> Gate:
-    """Run a test with a batcher whose thread is inside of the score of another request."""
+    """Run a test with a batcher whose thread is scoring another request."""
     model = Gate()
 
     async def main() -> None:
@@ -80,12 +80,12 @@ def with_batcher(test: Callable[[Batcher, Gate], Awaitable[None]], **limits: Any
 
 
 def decoded(given: Any) -> Callable[[Any], Any]:
-    """Return what decodes a request to these rows."""
+    """Return a function that decodes a request to these rows."""
     return lambda model: given
 
 
 def users(count: int) -> Callable[[Any], Any]:
-    """Return what decodes a request of this number of rows."""
+    """Return a function that decodes a request with this number of rows."""
     return lambda model: rows(*range(count))
 
 
@@ -193,11 +193,11 @@ def test_another_model_takes_over_between_two_batches() -> None:
 
 
 class AbortError(Exception):
-    """The end of a call by gRPC."""
+    """The end of a gRPC call."""
 
 
 class Context:
-    """The context of a call by gRPC."""
+    """The context of a gRPC call."""
 
     def time_remaining(self) -> float:
         return 30.0
@@ -208,7 +208,7 @@ class Context:
 
 def test_a_request_for_a_version_is_not_scored_by_the_one_that_took_over() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        reloader: Any = SimpleNamespace(model=model)  # the reloader does not know of the switch yet
+        reloader: Any = SimpleNamespace(model=model)  # the reloader has not detected the switch yet
         service = Service("small", Limits(), Metrics(), batcher, reloader)
         batcher.switch(SmallModel(3.0))
         body = json.dumps({"inputs": []}).encode()
@@ -283,14 +283,14 @@ def test_requests_and_their_bytes_are_bounded() -> None:
 
 
 def test_a_cancelled_request_counts_until_the_thread_has_reached_it() -> None:
-    """Its body is in memory until then."""
+    """The body of the request is in memory until then."""
 
     async def test(batcher: Batcher, model: Gate) -> None:
         reloader: Any = SimpleNamespace(model=model)
         service = Service("small", Limits(), Metrics(), batcher, reloader)
         batcher.reserve(70)
         call = asyncio.ensure_future(service.score(users(2), 70, 30))
-        await asyncio.sleep(0)  # it is submitted
+        await asyncio.sleep(0)  # lets the request be submitted
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

@@ -1,4 +1,4 @@
-"""`persia serve`: the scores by REST, gRPC and POST /score are those of the bundle, with TLS and a token."""
+"""`persia serve`: the scores over REST, gRPC and POST /score equal those of the bundle, with TLS and a token."""
 
 import json
 import os
@@ -230,7 +230,7 @@ def test_health_and_token_of_the_command(
     monkeypatch.setenv("PERSIA_TLS_CERT", "set")
     assert run("--health", "--http", f"127.0.0.1:{served[0]}").exit_code == 0
     monkeypatch.delenv("PERSIA_TLS_CERT")
-    assert run("--health", "--http", f"127.0.0.1:{served[0]}").exit_code == 1  # it speaks TLS only
+    assert run("--health", "--http", f"127.0.0.1:{served[0]}").exit_code == 1  # the server accepts only TLS
     monkeypatch.setenv("PERSIA_TOKEN_FILE", str(tmp_path / "token"))
     (tmp_path / "token").write_text(SECRET)
     assert run("--show-token").stdout == f"{TOKEN}\n"

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def connect(server: Serving) -> grpc.aio.Channel:
-    """Open a connection of its own: one has a limited number of calls."""
+    """Open a separate connection, because a connection has a limited number of calls."""
     options = (("grpc.use_local_subchannel_pool", 1),)
     return grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=options)
 
@@ -91,7 +91,7 @@ def test_calls_with_the_token_are_bounded(server: Serving) -> None:
     async def test(channel: grpc.aio.Channel) -> None:
         calls = [silent(channel, INFER, METADATA) for _ in range(WAITING)]
         while await infers(channel) == grpc.StatusCode.OK:
-            # The call that scores may have arrived first, and the server then refused one of the silent calls.
+            # If the scoring call arrived first, the server refused one of the silent calls.
             calls = [silent(channel, INFER, METADATA) if call.done() else call for call in calls]
             await asyncio.sleep(0.01)
         await check_health(channel)

@@ -1,4 +1,4 @@
-"""How ``persia serve`` ends: docs/serve.md lists every code. Signals and faults: ``test_serving_faults.py``."""
+"""The exit codes of ``persia serve``, which docs/serve.md lists. Signals and faults: ``test_serving_faults.py``."""
 
 import re
 import socket
@@ -38,7 +38,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "empty").mkdir()
-    write_bundle(tmp_path / "bundle", 1.0)  # not one of persia export
+    write_bundle(tmp_path / "bundle", 1.0)  # persia export did not write this bundle
 
     def run(*words: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["persia", "serve", *(each.format(tmp_path) for each in words)])
@@ -51,7 +51,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 def listed() -> set[int]:
-    """Return the codes on the page."""
+    """Return the exit codes on the page docs/serve.md."""
     section = (ROOT / "docs" / "serve.md").read_text().partition("\n## Exit codes\n")[2].partition("\n## ")[0]
     return {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
 

@@ -1,4 +1,4 @@
-"""Faults of a serving process: signals, bundles that change, slow clients, clients that leave, overload, garbage."""
+"""Faults of a serving process: signals, changed bundles, slow clients, lost clients, overload, malformed requests."""
 
 import json
 import os
@@ -27,7 +27,7 @@ REQUEST = framed(BODY)
 
 
 def expected(scale: float) -> list[float]:
-    """The scores of the rows by the model of this scale."""
+    """Return the scores of the rows by the model with this scale."""
     return SmallModel(scale).scores(ROWS)
 
 
@@ -38,7 +38,7 @@ def version(folder: Path, number: int, **keys: Any) -> Path:
 
 @contextmanager
 def load_on(server: Serving, clients: int = 4) -> Iterator[list[tuple[int, Any]]]:
-    """Ask for scores by several clients until the end of the block, and return all answers."""
+    """Request scores from several clients until the end of the block, and return all responses."""
     answers: list[tuple[int, Any]] = []
     over = threading.Event()
 
@@ -63,7 +63,7 @@ def load_on(server: Serving, clients: int = 4) -> Iterator[list[tuple[int, Any]]
 
 
 def check(answers: list[tuple[int, Any]]) -> set[str]:
-    """Check that each answer has the scores of the bundle that it names, and return these bundles."""
+    """Check that each response has the scores of the bundle that it names, and return these bundles."""
     scores: dict[str, list[float]] = {}
     for status, content in answers:
         assert status == 200, content
@@ -147,7 +147,7 @@ def test_the_ages_are_those_of_the_bundle_that_is_served(tmp_path: Path) -> None
         exported, since = ages()
         assert 2 * hour < exported < 2 * hour + minute
         assert since < min(loaded, 1.0) + time.monotonic() - at, "the time starts again"
-        version(versions, 3, exported_at=began + hour)  # by a machine whose clock is ahead
+        version(versions, 3, exported_at=began + hour)  # exported by a machine whose clock is ahead
         server.says("bundle small-3, loaded")
         wait_until("no age", lambda: ages()[0] == 0.0, 20)
 
@@ -276,7 +276,7 @@ def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
 
 
 def overload(server: Serving, clients: int, seconds: float) -> list[tuple[int, Any]]:
-    """Load a server by more clients than it can serve."""
+    """Put load on a server from more clients than it can serve."""
     with load_on(server, clients) as answers:
         over = time.monotonic() + seconds
         wait_until("the end of the load", lambda: answers and time.monotonic() > over, seconds + 30, interval=0.2)
@@ -294,7 +294,7 @@ def saturate(tmp_path: Path, clients: int, seconds: float) -> None:
         check([answer for answer in answers if answer[0] != 503])
         assert refused and len(answers) - len(refused) > 100 * seconds / 2, (len(refused), len(answers))
         assert process.memory_info().rss < before + (64 << 20)
-        assert check(overload(server, 1, 0.2)) == {"small-1"}  # it recovers without intervention
+        assert check(overload(server, 1, 0.2)) == {"small-1"}  # the server recovers without intervention
 
 
 def test_twice_the_load_that_it_can_serve(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_calls_without_the_token_hold_no_place(channel: grpc.Channel) -> None:
     over = threading.Event()
 
     def nothing() -> Iterator[bytes]:
-        """The messages of a call that sends none."""
+        """The empty stream of messages of a call."""
         over.wait(60)
         yield from ()
 

@@ -253,7 +253,7 @@ def test_metrics(client: Client, server: Serving) -> None:
     rows = server.metric("persia_serving_rows_total")
     client.score(RECORDS)
     assert server.metric('persia_serving_requests_total{api="score",outcome="ok"}') == before + 1
-    # The thread that scores counts rows after it has given the scores back.
+    # The thread that scores counts the rows after it has returned the scores.
     wait_until("the rows to be counted", lambda: server.metric("persia_serving_rows_total") == rows + 3, 20)
     assert server.metric("persia_serving_ids_total") == 2 * server.metric("persia_serving_unseen_ids_total") > 0
     assert server.metric('persia_serving_bundle{bundle="small-2"}') == 1

@@ -1,4 +1,4 @@
-"""A model in shards, of which this process has all: what is whole, what is refused, and what a step leaves behind."""
+"""A sharded model whose shards are all in this process: gathered tensors, refusals, and the state after a step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Configure, TinyModel
 from torch import distributed
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not explicitly
 
 from persia.checkpoint.run_state import RunState
 from persia.ctx import eval_ctx
@@ -51,7 +51,7 @@ def test_a_step_that_is_left_in_its_middle_leaves_no_gradient(sharded: ShardedMo
 
 
 def test_a_step_whose_weights_were_gathered_gathers_none(sharded: ShardedModel) -> None:
-    """A rank without memory in its forward would leave the others in the all-gather."""
+    """If memory ran out in the forward pass of one rank, the other ranks would wait in the all-gather."""
 
     def sharded_weights() -> list[bool]:
         return [hasattr(each, "to_local") for each in sharded.module.parameters()]
@@ -159,7 +159,7 @@ def test_the_next_training_forward_frees_the_whole_state_of_the_optimizer(sharde
 
 
 def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sharded: ShardedModel) -> None:
-    """Rank 0 has whole weights after a load, which reaches the others when the next loop starts."""
+    """After a load, rank 0 has whole weights. The other ranks get them when the next loop starts."""
     given: list[bool] = []
     backend: Any = SimpleNamespace(collective=contextlib.nullcontext, all_gather=lambda topic, mine: [*given, mine])
     optimizer = torch.optim.Adam(sharded.whole.parameters())
@@ -185,7 +185,7 @@ def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sh
 def test_ranks_with_shards_compare_at_which_steps_they_write_digests(
     sharded: ShardedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that writes none would leave the others alone as they gather weights."""
+    """If one rank wrote no digests, the others would wait for it while they gather weights."""
     monkeypatch.setenv("PERSIA_DIGEST", "3")
     backend: Any = SimpleNamespace()
     optimizer = torch.optim.Adam(sharded.whole.parameters())

@@ -104,7 +104,7 @@ def test_shards_need_a_part_of_the_states_and_the_whole_model_beside_them(tmp_pa
     }
     copy = 4 * 1_000_000
     assert found["ddp", 1] == found["ddp", 4] == found["fsdp", 1] == 4 * copy
-    # The model of the script; gathered weights and the two states of Adam; a quarter of weights, gradients and states.
+    # The script's model, gathered weights and both states of Adam, and a quarter of weights, gradients and states.
     assert found["fsdp", 4] == (1 + 3 + 1) * copy
     plain = config_of(tmp_path, train={"dense_optimizer": {"name": "sgd"}}, parallel="fsdp")
     assert sizing.dense_bytes(plain, model, 4) == 3.5 * copy  # in a step: whole weights and gradients

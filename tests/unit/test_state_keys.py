@@ -1,4 +1,4 @@
-"""Models that are saved and loaded in and out of wrappers, and on a machine without the device."""
+"""Models that are saved and loaded with and without wrappers, and on a machine without the device."""
 
 import io
 from pathlib import Path
@@ -16,7 +16,7 @@ from persia.errors import CheckpointError
 
 
 class Held(torch.nn.Module):
-    """What DistributedDataParallel is to a state dict: the model below the name ``module``."""
+    """A wrapper whose state dict is like that of DistributedDataParallel: the model is below the name ``module``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_a_checkpoint_loads_whatever_wrapped_the_model(configure: Configure, tmp
 
 
 def test_versions_of_modules_move_with_their_keys() -> None:
-    """Torch keeps them beside a state dict: with version 1, BatchNorm has no number of batches."""
+    """Torch keeps the versions in an attribute of the state dict. BatchNorm of version 1 has no batch counter."""
     held = Held(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
     state = fitted(held.module, held.state_dict())
     assert [*state] == [*held.module.state_dict()]

@@ -1,4 +1,4 @@
-"""Spans of the training loop: what a step records, and what a collector receives in the embedded mode."""
+"""Spans of the training loop: the spans of a step, and those that a collector receives in the embedded mode."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -109,7 +109,7 @@ def test_training_goes_on_without_its_collector(
     train(5)
     told = capfd.readouterr().err
     assert told.count("spans are lost") == 1 and f"OTEL_EXPORTER_OTLP_ENDPOINT={url}" in told, told
-    assert "lost=70" in told, told  # 14 spans a step
+    assert "lost=70" in told, told  # a step has 14 spans
 
 
 @pytest.mark.parametrize(

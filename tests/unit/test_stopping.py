@@ -1,4 +1,4 @@
-"""SIGTERM in a run that saves itself: here in the embedded mode, whose script has no launcher."""
+"""SIGTERM in a run with automatic checkpoints, in the embedded mode, without a launcher."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ def terminate() -> None:
 
 @pytest.mark.parametrize("waiting", [False, True])
 def test_sigterm_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, waiting: bool) -> None:
-    """In the body of the loop, and while it waits for a batch that never arrives."""
+    """SIGTERM arrives in the body of the loop, or while the loop waits for a batch that never arrives."""
 
     class Slow(Batches):
         def __iter__(self) -> Iterator[PersiaBatch]:
@@ -128,7 +128,7 @@ def test_sigterm_outside_a_step_saves_what_was_trained(
     assert left.value.code == 75
     assert reached_the_end == (where == "last step")
     assert names(tmp_path / "run") == ["LATEST", f"step-{saved}"]
-    with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:  # this one was not asked to stop
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:  # this process was not asked to stop
         assert ctx.step == saved
         train(ctx, DataLoader(Batches(5), reproducible=True))
         assert ctx.step == 5
@@ -198,7 +198,7 @@ def test_ctrl_c_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, w
 
 
 def test_ctrl_c_twice_ends_at_once(configure: Configure, tmp_path: Path) -> None:
-    """While the checkpoint that the first one asked for cannot be written."""
+    """The checkpoint that the first Ctrl-C requested cannot be written."""
     configure(SLOTS)
     script = f"""
 import os, signal, threading

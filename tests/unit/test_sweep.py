@@ -1,4 +1,4 @@
-"""``persia train --sweep``: a run for each combination, compared by the validation set, and none repeated."""
+"""``persia train --sweep`` trains a run for each combination once, and compares them on the validation set."""
 
 import json
 from pathlib import Path
@@ -167,7 +167,7 @@ def test_mistakes_are_found_before_the_first_trial(tmp_path: Path, verb: Verb, m
 
 
 def test_the_next_step_after_an_error_is_true_for_a_trial(tmp_path: Path, verb: Verb) -> None:
-    """The settings determine the name of a trial's run: neither ``run.name`` nor a new budget may change it."""
+    """The settings determine the name of a trial's run. Neither ``run.name`` nor a new budget changes the name."""
     write_clicks(tmp_path / "clicks.parquet", 600)
     path = str(write_config(tmp_path, data={"epochs": 4}, budget={"usd": 1e-9, "usd_per_hour": 1.0}))
     words = ("train", path, "--sweep", "train.seed=1")
@@ -190,7 +190,7 @@ def test_the_next_step_after_an_error_is_true_for_a_trial(tmp_path: Path, verb: 
 
 @pytest.mark.row("S1-21")
 def test_trials_of_other_rows_are_not_compared(tmp_path: Path, verb: Verb) -> None:
-    """Where the data has grown the trials are trained anew, each in a run of its own."""
+    """If the data has grown, the trials are trained again, each in a new run."""
     write_clicks(tmp_path / "clicks.parquet", 600)
     path = str(write_config(tmp_path))
     verb("train", path, "--sweep", "train.seed=1")

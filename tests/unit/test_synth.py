@@ -1,4 +1,4 @@
-"""Synthetic rows: equal for equal seeds, by the power law, with labels of the teacher."""
+"""Synthetic rows: equal for equal seeds, with ids from a power law and labels from the teacher."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_rows_depend_on_the_seed_alone_and_more_begin_with_the_same(tmp_path: Pa
 
 
 def test_rows_can_begin_where_a_file_ends(tmp_path: Path) -> None:
-    """New rows of the same teacher: at the end of a chunk, in the middle of one, and over two."""
+    """New rows of the same teacher begin at the end of a chunk or in its middle, or span two chunks."""
     (whole,) = pa.Table.from_batches([batch for batch, _ in TEACHER.batches(300_000)]).combine_chunks().to_batches()
     chances = np.concatenate([each for _, each in TEACHER.batches(300_000)])
     for skip, rows in ((0, 10), (1 << 17, 5), (100_000, 100_000), (131_071, 2)):

@@ -1,4 +1,4 @@
-"""Whether data limits a run: random batches without reading, and the speed of reading by batch size."""
+"""Tests whether data limits a run: random batches without reading, and the speed of reading by batch size."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from persia.trainer.synthetic import POOL
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let each batch of a reader take 200 ms; return the list of their sizes."""
+    """Let each batch of a reader take 200 ms, and return the list of batch sizes."""
     read: list[int] = []
     plain = RecordReader.__iter__
 

@@ -73,7 +73,7 @@ def test_a_table_has_its_own_optimizer_and_init(configure: Configure) -> None:
 def test_an_id_gets_its_row_when_it_comes_again(configure: Configure) -> None:
     configure("a: {dim: 4, admission: {min_count: 2}}")
     found, stats = trained(IDS, IDS[:10], IDS[:10])
-    # The first look-up returns zeros, the second one the initial row. Gradients are applied from then on.
+    # The first look-up returns zeros, the second one the initial row. From this step on, gradients are applied.
     assert (found[:10] == 1 - 2).all()
     assert not found[10:].any()
     assert stats["lookups"] == {"hits": 10, "initial": 10, "missing": len(IDS)}

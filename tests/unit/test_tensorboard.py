@@ -18,7 +18,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 class Writer:
-    """Stands for torch's writer, which needs a package that the tests do not have. It has what was flushed."""
+    """A substitute for torch's writer, which needs a package that the tests lack. It has the flushed numbers."""
 
     def __init__(self, log_dir: str, purge_step: int | None = None) -> None:
         self.folder, self.purge_step, self.closed = Path(log_dir), purge_step, False
@@ -39,7 +39,7 @@ class Writer:
 
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
-    """The writers that are made."""
+    """Return the list of created writers."""
     made: list[Writer] = []
 
     def make(*arguments: Any, **named: Any) -> Writer:

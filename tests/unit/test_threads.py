@@ -33,7 +33,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run ``persia-launcher`` to its end on a host of 4 cores with 8 hyperthreads. The environment sets no threads."""
+    """Run ``persia-launcher`` to its end on a host with 4 cores and 8 hyperthreads. No variable sets the threads."""
     for name in ("OMP_NUM_THREADS", "REPRODUCIBLE", "PERSIA_HOST_REPLICAS"):
         monkeypatch.delenv(name, raising=False)
     cpus = str(hyperthreads(tmp_path / "cpus", [f"{each % 4},{each % 4 + 4}" for each in range(8)]))
@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def hyperthreads(root: Path, siblings: Sequence[str]) -> Path:
-    """Write the folder of the processors of a kernel: for each processor, those of its core."""
+    """Write the kernel's folder of processors, which has, for each processor, the processors of its core."""
     for number, each in enumerate(siblings):
         (root / f"cpu{number}" / "topology").mkdir(parents=True)
         (root / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(f"{each}\n")

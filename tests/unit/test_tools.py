@@ -137,7 +137,7 @@ def test_the_layers_of_this_repository_hold() -> None:
 
 
 def machine(path: Path, python: str) -> tuple[int, str]:
-    """Run the check with nothing but the programs of ``path``."""
+    """Run the check with only the programs in ``path``."""
     done = subprocess.run(
         [shutil.which("sh") or "sh", "tools/check_machine.sh", python],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Options of ``persia train``: what is logged, and how often; and the next commands of a job's errors."""
+"""Options of ``persia train``: logs and their frequency, and the next commands in error messages of a job."""
 
 import errno
 import os
@@ -95,7 +95,7 @@ def test_a_job_file_with_two_files_of_slots_names_both(tmp_path: Path) -> None:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JobConfig, up.Commands | None]]:
-    """The jobs that are run, with the commands that their messages name; nothing is started."""
+    """Return the list of jobs with the commands that their messages name. Nothing is started."""
     found: list[tuple[JobConfig, up.Commands | None]] = []
 
     def run(config: JobConfig, path: Path, commands: up.Commands | None = None) -> int:
@@ -145,7 +145,7 @@ def test_a_finished_run_names_the_command_of_its_verb(tmp_path: Path, verb: Verb
 
 
 def test_a_name_that_no_job_can_have(tmp_path: Path, verb: Verb) -> None:
-    """The configuration of the ranks is a copy in a folder of ours, which no message names."""
+    """The ranks read a copy of the configuration in a temporary folder. No message names this folder."""
     write_clicks(tmp_path / "clicks.parquet", 300)
     path = str(write_config(tmp_path, run={"name": "x" * 65}))
     _, errors = verb("train", path, "--nproc", "2", code=2)

@@ -1,4 +1,4 @@
-"""The trainer: bit-identical to a hand-written loop, evaluation, early stop, predictions."""
+"""The trainer: results that are bit-identical to those of a hand-written loop, evaluation, early stop, predictions."""
 
 import json
 from pathlib import Path
@@ -40,11 +40,11 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def files_of(checkpoint: Path) -> dict[str, bytes]:
-    """The rows and the model of a checkpoint."""
+    """Return the files with the rows and the model of a checkpoint."""
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix in (".arrow", ".pt")}
 
 
-# --- bits
+# --- bit-identical results
 
 
 def test_trainer_a_loop_and_a_collection_give_equal_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Failures of a run: outputs that are NaN, a full disk, a mistake in a call, an invalid value in the data."""
+"""Failures of a run: NaN outputs, a full disk, a mistake in a call, an invalid value in the data."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from persia.trainer.run_folder import Found, RunFolder
 
 
 def small(folder: Path, **blocks: Any) -> Config:
-    """Like config_of, with 500 rows."""
+    """Return a configuration like ``config_of``, with 500 rows."""
     if not (folder / "clicks.parquet").exists():
         write_clicks(folder / "clicks.parquet", 500)
     return config_of(folder, **{**blocks, "data": {"batch_size": 100, **blocks.get("data", {})}})
@@ -224,7 +224,7 @@ def test_another_rank_learns_from_rank_0_what_is_saved(tmp_path: Path, monkeypat
         gather = backend.all_gather
 
         def gathered(what: str, mine: Any) -> list[Any]:
-            if what == "saved run":  # as on rank 1, which may have a different disk
+            if what == "saved run":  # simulates rank 1, which may have a different disk
                 assert mine is None
                 return [["/of/rank0/step-1", written.pop(0), "no space left"], mine]
             found: list[Any] = gather(what, mine)

@@ -1,4 +1,4 @@
-"""A run in less memory: micro-batches, accumulation, and the halving where memory runs out."""
+"""Runs with less memory: micro-batches, accumulation, and halved micro-batches when memory runs out."""
 
 import gc
 import itertools
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"data": {"batch_size": 100}, "run": {"log_every": 1}}
 
 
 def small(folder: Path, **blocks: Any) -> Config:
-    """As config_of, with 500 rows of which all are trained on, and a report of every step."""
+    """Return a configuration like ``config_of``, with 500 rows, all for training, and a report of every step."""
     if not (folder / "clicks.parquet").exists():
         write_clicks(folder / "clicks.parquet", 500)
     merged = {**SMALL, **blocks}
@@ -57,7 +57,7 @@ def _columns(path: Path) -> list[np.ndarray[Any, Any]]:
 
 
 def assert_close(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    """Compare what two runs give: losses, norms, weights and rows to 1e-6."""
+    """Check that losses, norms, weights and rows of two runs agree to 1e-6."""
     (first, weights, rows), (second, other_weights, other_rows) = one, other
     assert [each.step for each in first] == [each.step for each in second]
     for name in ("loss", "grad_norm"):
@@ -85,7 +85,7 @@ def test_n_batches_of_a_step_equal_one_batch_of_as_many_rows(tmp_path: Path) -> 
     assert_close(one, other)  # the fifth step has 20 rows
     assert [each.total_steps for each in other[0]] == [5] * 5
     alone = results(small(tmp_path, data={"batch_size": 40}, train=SGD))
-    assert alone[0][-1].total_steps == 13  # what the key changes
+    assert alone[0][-1].total_steps == 13  # without accumulation, there are more steps
 
 
 @pytest.mark.row("S3-03")
@@ -126,7 +126,7 @@ def test_a_step_without_memory_is_made_in_halves(tmp_path: Path, where: str, cap
         reports = [each for each in trainer.fit() if isinstance(each, StepReport)]
         assert trainer.folder is not None
     assert not model.errors
-    # The first step has failed with 100 and with 50 rows; the others begin with 25.
+    # The first step fails with 100 and with 50 rows. All other steps begin with 25.
     assert sizes[-20:] == [25] * 20
     told = [record.getMessage() for record in caplog.records if "memory ran out" in record.getMessage()]
     assert [text.partition(";")[0] for text in told] == [

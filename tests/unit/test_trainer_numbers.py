@@ -1,4 +1,4 @@
-"""The numbers of a run: policies at NaN, the gradient norm, the course of the rate, precision, saves."""
+"""The numbers of a run: reactions to NaN, gradient norm, learning-rate schedule, precision, saves."""
 
 import itertools
 import json
@@ -184,7 +184,7 @@ def test_an_overflow_of_fp16_skips_the_step_of_model_and_rows_and_halves_the_sca
             super().__init__()
             torch.manual_seed(1)
             self.layer = torch.nn.Linear(4, 1)
-            torch.nn.init.zeros_(self.layer.weight)  # so that all rows have gradients of one size
+            torch.nn.init.zeros_(self.layer.weight)  # gives the gradients of all rows the same size
             torch.nn.init.zeros_(self.layer.bias)
 
         def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,7 @@ FAST = {"dense_optimizer": {"name": "adam", "lr": 0.3}}  # so fast that the metr
 
 
 def small(folder: Path, **blocks: Any) -> Config:
-    """Like config_of, with 500 rows in a folder."""
+    """Return a configuration like ``config_of``, with 500 rows in a folder."""
     (folder / "rows").mkdir(exist_ok=True)
     if not (folder / "rows" / "b.parquet").exists():
         write_clicks(folder / "rows" / "b.parquet", 500)
@@ -44,7 +44,7 @@ def interrupted(config: Config, step: int) -> None:
 
 
 def test_one_process_does_not_continue_the_run_of_a_job(tmp_path: Path) -> None:
-    """The run of a job is left as it is, and its model can be used."""
+    """The run of a job is not changed, and its model can be used."""
     config = small(tmp_path)
     trainer, _ = fit(config)
     folder = trainer.folder

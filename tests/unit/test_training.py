@@ -1,4 +1,4 @@
-"""Embedded training: equal to torch, reproducible, and safe to interrupt."""
+"""Training in the embedded mode: equal to torch, reproducible, and safe to interrupt."""
 
 import logging
 import math
@@ -40,7 +40,7 @@ def train(ctx: TrainCtx, loader: DataLoader, steps: int | None = None) -> list[f
 
 
 def leave_loops(ctx: TrainCtx, loader: DataLoader) -> list[int]:
-    """Leave three loops at a fourth batch, which is taken and not trained on; return the labels of the others."""
+    """Leave three loops at their fourth batch, without training on it. Return the labels of the trained batches."""
     trained = []
     for _ in range(3):
         for taken, batch in enumerate(loader):
@@ -96,7 +96,7 @@ def test_threads_that_divide_requests_change_no_bit(configure: Configure, tmp_pa
         section = f"{{capacity: 30_000, request_threads: {threads}}}"
         (tmp_path / "global_config.yml").write_text(f"embedding_parameter_server_config: {section}\n")
         with make(optimizer=Adam(0.1)) as ctx:
-            expected = threads if threads > 1 else 0  # a thread names itself after it has begun
+            expected = threads if threads > 1 else 0  # a thread sets its name after its start
             wait_until(f"{expected} threads of the store", lambda: store_threads() == expected, 10)  # noqa: B023
             train(ctx, DataLoader(Batches(3, batch_size=12_000, ids=40_000), reproducible=True))
             found.append([tensor.numpy().tobytes() for tensor in rows(ctx, 40_000)])
@@ -107,7 +107,7 @@ def test_threads_that_divide_requests_change_no_bit(configure: Configure, tmp_pa
 @pytest.mark.parametrize(("pooling", "mode"), [("sum", "sum"), ("mean", "mean")])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str, mode: str, momentum: float) -> None:
-    """SGD, K = 1 and equal initial rows: 200 steps to 1e-5, including sparse ids that repeat in a batch."""
+    """With SGD, K = 1 and equal initial rows, 200 steps agree to 1e-5, including ids that repeat in a batch."""
     configure(f"a: {{dim: 4}}\nb: {{dim: 4, pooling: {pooling}}}")
     data = Batches(200, ids=200)
     with make(optimizer=SGD(0.1, momentum=momentum)) as ctx:
@@ -162,7 +162,7 @@ def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str,
 
 @pytest.mark.stack
 def test_pushed_gradients_equal_finite_differences(configure: Configure) -> None:
-    """Rows set by the test, SGD with lr 1: a step subtracts the loss's derivative from each row."""
+    """The test sets the rows. With SGD and lr 1, a step subtracts the derivative of the loss from each row."""
     configure("a: {dim: 3}\nb: {dim: 3, sqrt_scaling: true}", groups="shared: [a, b]")
     a = [np.array(x, np.uint64) for x in ([1, 2], [3], [], [2, 2])]
     b = [np.array(x, np.uint64) for x in ([2], [], [4, 4, 1], [3])]
@@ -261,7 +261,7 @@ def test_another_seed_gives_other_rows(configure: Configure) -> None:
 
 
 class Skipping(IterableDataset):
-    """Like ``Batches``, without a state dict: a resumed run has to read and skip."""
+    """Like ``Batches``, but without a state dict, so a resumed run must read and skip batches."""
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         source = Batches(40)
@@ -276,7 +276,7 @@ class Skipping(IterableDataset):
 def test_resuming_equals_never_stopping(
     configure: Configure, tmp_path: Path, stateful: bool, optimizer: Optimizer, capacity: int
 ) -> None:
-    """Bit-identical, even with evictions (capacity 256: one row per shard)."""
+    """The results are bit-identical, even with evictions: a capacity of 256 is one row per shard."""
     configure(SLOTS, capacity=capacity)
 
     def data() -> IterableDataset:
@@ -409,7 +409,7 @@ def test_rows_whose_sum_of_gradients_overflows_stay_and_are_told(
 
 
 def poison(tensor: torch.Tensor, value: float = float("inf")) -> torch.Tensor:
-    """Return 0, whose gradient is this: infinite in sample 3, or finite in all."""
+    """Return 0 with a given gradient, which may be infinite in sample 3."""
 
     class Infinite(torch.autograd.Function):
         @staticmethod

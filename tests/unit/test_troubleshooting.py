@@ -1,4 +1,4 @@
-"""The commands of docs/troubleshooting.md end with 0 where nothing is wrong; the page names what messages say."""
+"""The commands of docs/troubleshooting.md exit with 0 if there is no problem. The page quotes messages correctly."""
 
 import inspect
 import itertools
@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 
 def commands() -> list[str]:
-    """Return the commands of the page's tables, those of the second table left out: tests/compose runs them."""
+    """Return the commands of the page's tables, except the second table, whose commands tests/compose runs."""
     text = PAGE.read_text()
     first, rest = text.partition("With containers,")[::2]
     steps = rest.partition("## A new model does not train")[2].partition("\n## ")[0]
@@ -77,7 +77,7 @@ def test_the_page_quotes_messages_as_they_are() -> None:
 
 
 def test_the_page_has_the_symptoms_of_usual_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each quotes the message of the package itself: a message that is changed is changed on the page too."""
+    """Each symptom quotes a message of the package, so a change of the message needs a change of the page."""
     page = PAGE.read_text()
     kept = [torch.zeros(7, 333) for _ in range(out_of_memory.MANY)]
     text = str(out_of_memory.report(RuntimeError("no memory"), 3, 32, []))
@@ -93,7 +93,7 @@ def test_the_page_has_the_symptoms_of_usual_failures(monkeypatch: pytest.MonkeyP
 
 
 def test_the_pages_have_the_codes_of_signals() -> None:
-    """A shell and an engine of containers report 128 and the number of the signal."""
+    """Shells and container engines report 128 plus the number of the signal."""
     codes = {str(128 + number) for number in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)}
     running = (ROOT / "docs" / "running.md").read_text().partition("## Exit codes")[2]
     assert codes <= {*re.findall(r"^\| (\d+) \|", running, re.MULTILINE)}

@@ -1,4 +1,4 @@
-"""A loop that never trains is reported: gradients that are not pushed, and forwards without a backward."""
+"""A loop that never trains is reported: gradients are not pushed, or forward passes have no backward pass."""
 
 import gc
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def test_an_error_that_leaves_the_context_is_not_replaced(configure: Configure) 
 
 
 def test_how_many_batches_were_trained_on_is_logged(configure: Configure, log: list[str]) -> None:
-    """An occasional batch without a backward, an evaluation, and a loop that is left are not mistakes."""
+    """An occasional batch without a backward pass, an evaluation, and an early end of a loop are not mistakes."""
     configure(SLOTS)
 
     def most(ctx: TrainCtx, loss: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def test_how_many_batches_were_trained_on_is_logged(configure: Configure, log: l
 
 
 def test_forwards_of_a_collection_that_are_dropped_are_named(log: list[str]) -> None:
-    """As in an evaluation that leaves the model in training mode."""
+    """An evaluation that leaves the model in training mode drops forward passes."""
     tables = collection()
     for number in range(10):
         tables(arrays(number)[0])["a"].detach().sum()

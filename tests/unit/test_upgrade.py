@@ -1,4 +1,4 @@
-"""Checkpoints of released versions resume in this version with equal bits.
+"""Checkpoints of released versions resume in this version, with bit-identical results.
 
 tests/integration/test_upgraded_job.py does the same with a job on servers. rust_core/store/tests/corrupt.rs and
 corrupt_shard.rs show that files of a later format are refused.

@@ -1,4 +1,4 @@
-"""The vocabulary of a table: which ids have rows, which wait, and how often look-ups find a row."""
+"""The vocabulary of a table: ids with rows, ids that wait for admission, and the hit rate of look-ups."""
 
 import json
 from pathlib import Path

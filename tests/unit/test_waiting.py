@@ -92,7 +92,7 @@ def test_a_wait_that_the_loop_itself_blocks_is_named(configure: Configure) -> No
         kept = []
         with pytest.raises(WaitTimeoutError, match=r"the gradients of step 1 to be pushed"):
             for batch in DataLoader(Batches(3), embedding_staleness=2, timeout_ms=3000):
-                kept.append(batch)  # noqa: PERF402 - what came before the error is looked at
+                kept.append(batch)  # noqa: PERF402 - the list keeps the batches before the error
         assert len(kept) == 2
         kept.clear()
 

@@ -1,4 +1,4 @@
-"""``persia status --watch``: a table on a terminal, CSV elsewhere, of a run of ``persia train``."""
+"""``persia status --watch`` shows a run of ``persia train``: a table on a terminal, otherwise CSV."""
 
 import csv
 import io
@@ -69,7 +69,7 @@ def test_gpus_have_rows_of_their_own(
     smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as without the extra `gpu`
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # the extra `gpu` is not installed
     out = verb("status", "runs/LATEST", "--watch", "--csv", "-l", "2", "-n", "0.1")
     gpus = [row for row in csv.DictReader(io.StringIO(out)) if row["process"].startswith("gpu")]
     assert [row["process"] for row in gpus] == ["gpu 0", "gpu 1"] * 2
@@ -89,7 +89,7 @@ def test_each_process_has_its_use_of_its_gpu(
     monkeypatch: pytest.MonkeyPatch,
     verb: Callable[..., str],  # noqa: F811
 ) -> None:
-    """By a fake of NVML."""
+    """A fake of NVML reports the use."""
     pid = watch.of_run(run)[0].pid
     nvml = FakeNvml([Device("GPU-a", used=7 << 30), Device("GPU-b", used=9 << 30, held={pid: 5 << 30}, busy={pid: 61})])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -112,7 +112,7 @@ def test_each_process_has_its_use_of_its_gpu(
 def test_a_rank_whose_processes_the_driver_hides_has_what_its_gpu_has(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container: the rank has announced the GPU."""
+    """In a container, the driver hides processes, but the rank has announced its GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Device("GPU-a", used=1), Device("GPU-b", used=2 << 30)]))
     announced = [
         nats.Service("persia-trainer", str(rank), {"index": str(rank), "host": socket.gethostname(), **more})

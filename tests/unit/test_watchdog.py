@@ -1,4 +1,4 @@
-"""A training loop that hangs reports the place and ends; one that waits for data or files does not."""
+"""A training loop that hangs reports the place and ends. One that waits for data or files does not."""
 
 import os
 import subprocess
@@ -105,9 +105,9 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
 
 @pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(600)", "again(reason)"])
 def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
-    """Standard error is replaced by the script, other ranks are unreachable, or the report to them never ends.
+    """The script replaces standard error, other ranks are unreachable, or the report to them never ends.
 
-    Or it receives its own report from another rank in the meantime.
+    In another case, the process receives its own report from another rank in the meantime.
     """
     script = f"""
 import faulthandler

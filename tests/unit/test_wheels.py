@@ -64,7 +64,7 @@ Path("result.json").write_text(json.dumps({**result, "files": files}))
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
-    """Return the output of a command; a failing command fails the test with its output."""
+    """Return the output of a command. A failing command fails the test with its output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     inherited.pop("PYTHONPATH", None)
     done = subprocess.run(
@@ -92,8 +92,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def clean(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with both wheels.
 
-    Their dependencies come from the running environment by path; otherwise PyTorch would be downloaded again.
-    `.pth` files below a path in a `.pth` file are not read, so editable packages are not found.
+    The dependencies come from the running environment by path, because a download of PyTorch takes long. Python does
+    not read `.pth` files in a path that a `.pth` file adds, so editable packages are not found.
     """
     folder = tmp_path_factory.mktemp("clean") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)

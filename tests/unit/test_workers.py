@@ -27,7 +27,7 @@ WAIT_S = 60.0
 
 
 def test_results_are_in_order_while_several_threads_work() -> None:
-    """The first item ends last: it waits for the third one."""
+    """The first item finishes last, because it waits for the third one."""
     third = threading.Event()
     names = set()
 
@@ -83,7 +83,7 @@ def test_an_error_follows_all_results_before_it(workers: int, place: str) -> Non
 
 
 def test_a_section_is_complete_before_the_next_begins() -> None:
-    """With ``persistent: false``. Without sections, work on the second one begins while the first one waits."""
+    """``persistent: false`` uses sections. Without sections, work on item 4 begins while item 3 waits."""
     for ends in (True, False):
         begun: list[int] = []
         release = threading.Event()
@@ -130,7 +130,7 @@ def test_batches_do_not_depend_on_the_workers(tmp_path: Path, workers: int, pers
 @pytest.mark.row("S4-34")
 @pytest.mark.parametrize("done", [0, 1, 9, 25])
 def test_a_resumed_reader_with_workers_continues_after_the_last_batch(tmp_path: Path, done: int) -> None:
-    """The position is that of the batches that were yielded, not of those that workers have made."""
+    """The position counts the batches that were yielded, not the batches that workers have prepared."""
     expected = drawn(dataset_of(tmp_path))
     stopped = dataset_of(tmp_path, workers=4)
     iterator = iter(stopped)
@@ -203,7 +203,7 @@ def test_a_data_compose_sends_equal_batches_with_workers(tmp_path: Path) -> None
 def test_the_keys_reach_the_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, workers: int, persistent: bool
 ) -> None:
-    """In a trainer that reads the file, and in a data-compose."""
+    """The keys take effect in a trainer that reads the file, and in a data-compose."""
     used: list[tuple[int, list[int]]] = []
 
     def noted(items: Any, work: Any, workers: int, *, section: Any = None) -> Any:

@@ -32,7 +32,7 @@ def test_both_parsers_read_the_same_numbers(text: str) -> None:
 
 
 def refused(text: str) -> set[str]:
-    """Return the keys that the Rust parser refuses; an empty one means the whole text."""
+    """Return the keys that the Rust parser refuses. An empty key means the whole text."""
     try:
         Features.parse(text, "f")
     except ConfigError as error:

@@ -27,7 +27,7 @@ def write_clicks(path: Path, rows: int = 2000, ids: tuple[int, ...] = (50, 200))
 
 
 def write_config(folder: Path, **blocks: Any) -> Path:
-    """Write a persia.yml over ``clicks.parquet``; blocks replace keys of the same name, keys of blocks are merged."""
+    """Write a persia.yml for ``clicks.parquet``. Keys of given blocks are merged with the defaults of most blocks."""
     content: dict[str, Any] = {
         "data": {"train": "clicks.parquet", "batch_size": 128},
         "features": FEATURES,
@@ -46,7 +46,7 @@ def write_config(folder: Path, **blocks: Any) -> Path:
 
 
 def config_of(folder: Path, **blocks: Any) -> Config:
-    """Write clicks and a persia.yml, and read it."""
+    """Write clicks and a persia.yml, and return the configuration."""
     if not (folder / "clicks.parquet").exists():
         write_clicks(folder / "clicks.parquet")
     config: Config = persia.load_config(write_config(folder, **blocks))

@@ -1,6 +1,6 @@
-"""Ask a server by stock clients: ``triton_client.py HTTP GRPC NAME TOKEN SPEC`` prints the scores of each.
+"""Query a server with stock clients: ``triton_client.py HTTP GRPC NAME TOKEN SPEC`` prints the scores of each client.
 
-The spec is JSON: for each input its datatype and its values. It runs in an environment of its own, with tritonclient.
+The spec is JSON with the datatype and the values of each input. This script runs in an environment with tritonclient.
 """
 
 import json
@@ -42,7 +42,7 @@ def ask(module: Any, address: str, name: str, headers: dict[str, str], spec: dic
 
 
 def main(http: str, grpc: str, name: str, token: str, spec: str) -> None:
-    """Ask by HTTP with binary tensors, by HTTP with JSON, and by gRPC."""
+    """Query over HTTP with binary tensors, over HTTP with JSON, and over gRPC."""
     given, bearer = json.loads(spec), f"Bearer {token}"
     sys.stdout.write(
         json.dumps(

@@ -53,7 +53,7 @@ class Device:
         """Let ``engine`` pool its look-ups on this device.
 
         Raises:
-            DeviceError: This build or machine has no such device.
+            DeviceError: This build does not support devices, or this machine does not have the device.
             UsageError: The dtype is not supported.
         """
         names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -101,13 +101,12 @@ class Backend(ABC):
 
     Attributes:
         engine: The engine that looks up and pushes rows.
-        configuration: Slots and general settings; if none is passed, read from the files that
-            :meth:`Configuration.find` finds.
+        configuration: Slots and general settings. None reads the files that :meth:`Configuration.find` finds.
         row_settings: The row settings at the start of the generation.
-        device: Where look-ups are pooled; None is the CPU.
+        device: The device on which look-ups are pooled; None means the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
-        feed: The feed that a :class:`persia.data.StreamingDataset` reads. In the embedded mode it is None until a
-            dataset is opened, with servers if this process takes no batches.
+        feed: The feed that a :class:`persia.data.StreamingDataset` reads. In the embedded mode, it is None until a data
+            set is opened. With servers, it is None if this process takes no batches.
         activity: The number of loops and look-ups for evaluation that have started.
         closed: Whether the outermost context has ended.
         gradient_scale: The factor by which every summed embedding gradient is multiplied.
@@ -145,8 +144,8 @@ class Backend(ABC):
             resume: Generation, step and seed of the checkpoint whose rows were just loaded; imported rows have no seed.
 
         Raises:
-            UsageError: Called inside a loop over a data loader, or the existing rows do not fit the optimizer. In this
-                case nothing has changed.
+            UsageError: The method is called inside a loop over a data loader, or the existing rows do not fit the
+                optimizer. Nothing is changed.
         """
         self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
@@ -157,7 +156,7 @@ class Backend(ABC):
         """
         if rows.optimizer is not None:
             self.configuration.check_trains()
-        self.join_checkpoint_thread()  # servers abort writing the files of an earlier generation
+        self.join_checkpoint_thread()  # servers stop writing files of an earlier generation
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
         self._begin(rows, after_generation, step, seed)
@@ -183,7 +182,7 @@ class Backend(ABC):
         )
 
     def drain_all_ranks(self) -> None:
-        """Wait until no rank can push. Rank 0 waits for all ranks; the others return immediately.
+        """Wait until no rank can push. Rank 0 waits for all ranks; the other ranks return immediately.
 
         Raises:
             UsageError: This rank is in a training loop.
@@ -235,8 +234,8 @@ class Backend(ABC):
     def all_gather(self, what: str, mine: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank.
 
-        Every rank calls this and blocks until all have. ``mine`` is JSON-serializable; ``what`` names the call in
-        errors.
+        Every rank calls this method, and blocks until all ranks have called it. ``mine`` is JSON-serializable; ``what``
+        names the call in errors.
         """
         del what
         return [mine]
@@ -244,7 +243,7 @@ class Backend(ABC):
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
         """Return the values of all ranks before the run ends.
 
-        A rank that waits in another all-gather gets SystemExit there, and then calls this.
+        A rank that waits in another all-gather receives SystemExit there, and then calls this method.
 
         Raises:
             UnreachableError: A rank does not arrive in time.
@@ -279,7 +278,8 @@ class Backend(ABC):
     def broadcast(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Broadcast ``state`` if rank 0 has loaded a checkpoint since the last call.
 
-        Return it on the other ranks; otherwise return None. Every rank calls this once after :meth:`open_loop`.
+        Return the state on the other ranks, and None on rank 0 or if there is no such state. Every rank calls this once
+        after :meth:`open_loop`.
         """
         del state
         return None
@@ -290,7 +290,7 @@ class Backend(ABC):
         pipeline.close()
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
-        """Look up a batch for evaluation, on the context's device or another; no row is changed."""
+        """Look up a batch for evaluation, on the context's device or another device. No row is changed."""
         self.activity += 1
         return self.engine.lookup(batch, device_id)
 

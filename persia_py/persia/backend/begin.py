@@ -1,4 +1,4 @@
-"""The start of a generation while a server cannot write to its disk."""
+"""Starts a generation, and retries while a server cannot write to its disk."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Counts the ids of an evaluation that have no row; warns if predictions cannot depend on ids."""
+"""Counts the ids of an evaluation that have no row, and warns if predictions cannot depend on ids."""
 
 import logging
 from dataclasses import dataclass, field
@@ -28,9 +28,9 @@ class EvaluationReport:
     Attributes:
         batches: The number of batches.
         ids: The number of ids.
-        missing: The number of ids without a row, which read as zeros.
-        slots: For each slot, the number of ids and the number of ids without a row. They are counted in those of the
-            batches 1, 2, 4, 8, … at which, or before which, an id without a row was found.
+        missing: The number of ids without a row. Their vectors are zeros.
+        slots: For each slot, the number of ids and the number of ids without a row. They are counted in the batches 1,
+            2, 4, 8, … from the first batch with an id without a row on.
         sampled: The number of batches that are counted in ``slots``.
     """
 
@@ -84,7 +84,7 @@ class Evaluation:
         if report.missing and report.batches & (report.batches - 1) == 0:
             self._count_slots(batch)
         if missing and missing == ids and not self._asked_rows:
-            self._asked_rows = True  # only once in an evaluation, because this queries the servers
+            self._asked_rows = True  # once in an evaluation, because this queries the servers
             self._warned_empty = self._warned_empty or self._warn_if_empty(batch)
         self._warn(_ENOUGH)
 
@@ -115,7 +115,7 @@ class Evaluation:
             slots[slot] = (before + ids, missing_before + missing)
 
     def end(self) -> None:
-        """Log the report. It remains readable until the next batch starts another report."""
+        """Log the report. The report remains readable until the next batch starts another report."""
         report = self.report
         if not self._is_open or not report.batches:
             return
@@ -133,7 +133,7 @@ class Evaluation:
         self._ended += 1
 
     def rows_change(self) -> None:
-        """End the evaluation because other rows are loaded. After that, the same warnings may be logged again."""
+        """End the evaluation, because other rows are loaded. Later evaluations may log the same warnings again."""
         self.end()
         self._warned_slots, self._warned_empty = set(), False
 

@@ -23,11 +23,11 @@ class ModelInputs:
         self._last: InputNames | None = None
 
     def of(self, model: torch.nn.Module | None) -> InputNames | None:
-        """Return the inputs that ``model`` is trained on; if ``model`` is None, those of the model trained last."""
+        """Return the inputs on which ``model`` is trained; None means the model that was trained last."""
         return self._last if model is None else _of_models.get(unwrap_model(model))
 
     def for_evaluation(self, model: torch.nn.Module | None) -> InputNames | None:
-        """Like :meth:`of`, but a model that was not trained here gets the inputs of the model trained last."""
+        """Like :meth:`of`, but a model not trained in this process gets the inputs of the model trained last."""
         return self.of(model) or self._last
 
     def set(self, model: torch.nn.Module | None, names: InputNames | None) -> None:
@@ -43,7 +43,7 @@ class Arranger:
     """Selects the inputs of a context's model from batches."""
 
     def __init__(self) -> None:
-        self._first_batch: InputNames | None = None  # the inputs of a model that was not trained here
+        self._first_batch: InputNames | None = None  # the inputs of a model not trained in this process
         self._unchecked = ""  # the parts whose message was already logged
 
     def arrange(

@@ -1,4 +1,4 @@
-"""The ranks agree on failures, NaN and settings here. They agree on steps in ``TrainingLoop._agree_on_step``."""
+"""Agreements of the ranks on failures, NaN and settings. ``TrainingLoop._agree_on_step`` has those on steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -62,10 +62,10 @@ def collective(peers: Peers | None) -> Iterator[None]:
 def backward(peers: Peers, model: torch.nn.Module | None, loss: torch.Tensor, step: int) -> Iterator[None]:
     """Enclose the backward pass of ``loss`` on several ranks. Record two calls: the pass itself, then the all-reduce.
 
-    The all-reduce is recorded from the time at which this rank has all its gradients, so it covers the wait for other
-    ranks and for the network. DDP sends the first gradients earlier, so it may be short. Autograd runs callbacks in the
-    order in which they are queued. This callback is queued at the start of the backward pass, DDP's, which waits, near
-    its end.
+    The all-reduce is recorded from the time at which this rank has all its gradients, so its duration includes the
+    waits for other ranks and for the network. The recorded time may be short, because DDP sends the first gradients
+    earlier. Autograd runs callbacks in the order in which they are queued. The callback that starts this recording is
+    queued at the start of the backward pass. The callback of DDP, which waits, is queued near the end of the pass.
 
     Raises:
         UsageError: Gradients of ``model`` were not averaged.
@@ -134,7 +134,7 @@ def check_slots(digests: list[str], source: str) -> None:
 def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:
     """Return the learning rate and schedule of rows, which must be equal on all ranks.
 
-    The rate is None if rank 0 has loaded a checkpoint (``restored``), because the other ranks get it later.
+    The rate is None if rank 0 has loaded a checkpoint (``restored``), because the other ranks receive the rate later.
     """
     if optimizer is None:
         return {}

@@ -43,13 +43,13 @@ class RemoteBackend(Backend):
     joins the current generation, for evaluation.
 
     Args:
-        trains: This process is a rank.
+        trains: Whether this process is a rank.
         device: The model's CUDA device, or None.
         option: How several ranks train the dense part; None means the default of the device.
         gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
             ``none`` sums them.
         configuration: As in :class:`Backend`.
-        takes_batches: Data-compose may send batches to this rank.
+        takes_batches: Whether data-compose may send batches to this rank.
         metrics: The address of this process's metrics; empty for none.
 
     Raises:
@@ -80,7 +80,7 @@ class RemoteBackend(Backend):
         self.gradient_scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
         self._takes_batches = takes_batches
         self._announced = {"threads": str(torch.get_num_threads())} | ({"metrics": metrics} if metrics else {})
-        if self._device_id is not None:  # for persia status --watch
+        if self._device_id is not None:  # shown by persia status --watch
             self._announced["gpu"] = str(torch.cuda.get_device_properties(self._device_id).uuid).removeprefix("GPU-")
         self._job = job.job_name()
         self._url = services.nats_url()
@@ -118,19 +118,19 @@ class RemoteBackend(Backend):
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
 
     def _join_ranks(self) -> None:
-        """Announce this rank, and connect to the others."""
+        """Announce this rank, and connect to the other ranks."""
         if self.world_size > 1:
             backend = getattr(self._option, "backend", default_backend(self._device_id))
             private.check(self._host(), rank=self.rank, backend=backend)
-        address = ""  # without a feed; data-compose waits until a trainer announces an address
+        address = ""  # empty without a feed; data-compose waits for a trainer with an address
         if self._takes_batches:
             self.feed = feed_server.serve(self._job, host=self._host())
             address = self.feed.address
         self._peers = run.peers()
-        if self._peers is not None:  # a second context of this process: the ranks are connected already
+        if self._peers is not None:  # a second context of this process; the ranks are already connected
             self._peers.limit_s = self._option.limit_s
             self._announcement = self._place.announce(address, {**run.announced(), **self._announced})
-            self._peers.note(self._peers.loops)  # also for a loop that the previous context left open
+            self._peers.note(self._peers.loops)  # includes a loop that the previous context left open
         elif self.world_size == 1:
             self._announcement = self._place.announce(address, self._announced)
         else:
@@ -142,7 +142,7 @@ class RemoteBackend(Backend):
             self._start_torch(store)
 
     def _host(self) -> str:
-        """Return the address of this process, also while NATS is restarted and its name has no address."""
+        """Return the address of this process, even while NATS is restarted and the name of its host has no address."""
         return advertised_host(self._url, timeout_s=settings.start_timeout)
 
     def _start_torch(self, store: "Store") -> None:
@@ -176,10 +176,11 @@ class RemoteBackend(Backend):
                 self._restored = True
 
     def drain_all_ranks(self) -> None:
-        """Wait until no rank can push. Rank 0 waits for all ranks; the others return immediately.
+        """Wait until no rank can push. Rank 0 waits for all ranks; the other ranks return immediately.
 
         Raises:
-            UnreachableError: A rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
+            UnreachableError: A rank has not left its training loop within ``PERSIA_RPC_TIMEOUT`` seconds; the message
+                names the rank.
             UsageError: This rank is in its loop.
         """
         super().drain_all_ranks()
@@ -209,7 +210,7 @@ class RemoteBackend(Backend):
     def together(self, what: str) -> Iterator[None]:
         """Run the block on every rank, with a barrier at its end.
 
-        If it fails on one rank, it raises on every rank.
+        If the block fails on one rank, every rank raises an error.
         """
         with rank_checks.together(self._peers, what):
             yield
@@ -257,7 +258,7 @@ class RemoteBackend(Backend):
             own: dict[str, Any] = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
             own["list of hooks"] = hooks
             if self._begun and self.engine.generation:
-                self.engine.drain()  # so that the pushes of every rank are acknowledged before the gather below
+                self.engine.drain()  # all pushes are then acknowledged before the all-gather below
             rate = rank_checks.rate(self.row_settings.optimizer, restored=self._restored)
             rank_checks.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
             generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
@@ -275,8 +276,8 @@ class RemoteBackend(Backend):
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, complete or not; rank 0 is informed when this rank's pushes are applied.
 
-        If all ranks end it ``together``, each returns when the pushes of all are applied, so an evaluation or
-        checkpoint that follows does not depend on the speed of ranks.
+        If all ranks end the loop ``together``, each rank returns when the pushes of all ranks are applied. A following
+        evaluation or checkpoint therefore does not depend on the speed of ranks.
 
         Raises:
             PersiaError: On all ranks, if all end the loop ``together`` and the pushes of one rank cannot be applied.
@@ -337,7 +338,7 @@ class RemoteBackend(Backend):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Enclose a collective of torch: the error of a failure names the lost rank."""
+        """Enclose a collective of torch. If it fails, the error names the lost rank."""
         with rank_checks.collective(self._peers):
             yield
 

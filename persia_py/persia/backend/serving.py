@@ -30,7 +30,7 @@ class ServingBackend(Backend):
 
     Args:
         addresses: The addresses of middlewares. A process uses one of them, and changes to another if it fails.
-        device: Where look-ups are pooled; None is the CPU.
+        device: The device on which look-ups are pooled; None means the CPU.
 
     Raises:
         UnreachableError: A server, or every middleware, does not respond; the message names it.
@@ -84,7 +84,7 @@ class ServingBackend(Backend):
             raise UsageError(f"cannot enter TrainCtx inside InferCtx: {_CHANGES}; train in a job with job_type: Train")
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
-        """Look up a batch, on the context's device or another."""
+        """Look up a batch, on the context's device or another device."""
         try:
             return super().lookup(batch, device_id)
         except PersiaError as error:

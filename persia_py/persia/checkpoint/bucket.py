@@ -1,7 +1,7 @@
-"""A bucket of S3 or of a compatible store, by boto3: an error names the next command, and a missing permission.
+"""Accesses a bucket of S3 or of a compatible store, with boto3. Errors name the next command and a missing permission.
 
-Replicas of checkpoints are uploaded by :mod:`persia.checkpoint.object_store`, which knows other stores too. This
-module is for what that library does not have: uploads in parts that are listed, continued and aborted.
+Replicas of checkpoints are uploaded by :mod:`persia.checkpoint.object_store`, which knows other stores too. This module
+provides what ``obstore`` lacks: multipart uploads that can be listed, continued and aborted.
 """
 
 import contextlib
@@ -25,15 +25,16 @@ _PERMISSIONS = {
     "abort_multipart_upload": "s3:AbortMultipartUpload",
     "list_multipart_uploads": "s3:ListBucketMultipartUploads",
 }
-"""What a policy must allow for each operation."""
+"""The permission that a policy must grant for each operation."""
 _OF_BUCKETS = ("s3:ListBucketMultipartUploads", "s3:ListBucket")
 """Permissions whose resource is the bucket, and not its objects."""
 _READS = ("head_object", "get_object")
-"""Operations that get status 403 also for an object that does not exist, without the permission to list objects."""
+"""Operations that also get status 403 for an object that does not exist, if the permission to list objects is
+missing."""
 _KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "InvalidClientTokenId")
-"""Error codes for wrong or expired keys, for which no permission helps."""
+"""Error codes for wrong or expired keys, which no permission can correct."""
 _ATTEMPTS = 5
-"""How often a request is sent if the store does not respond, or responds that it failed."""
+"""The number of times that a request is sent if the store does not respond, or reports an internal failure."""
 
 
 class Bucket:
@@ -58,7 +59,7 @@ class Bucket:
                 hint="correct the URL; to copy a checkpoint to another store: persia ckpt copy",
             )
         self.url, self.again = url.rstrip("/"), again
-        self._client  # noqa: B018  # refuses a missing package
+        self._client  # noqa: B018  # raises an error if boto3 is missing
 
     @cached_property
     def _client(self) -> Any:
@@ -75,11 +76,11 @@ class Bucket:
                 ),
             ) from error
         endpoint = s3_endpoint()
-        # As obstore does: the name of the bucket is in the path if an endpoint is given.
+        # As in obstore, the name of the bucket is in the path if an endpoint is given.
         style = {"addressing_style": "path"} if endpoint else {}
         config = Config(s3=style, retries={"max_attempts": _ATTEMPTS, "mode": "standard"})
         try:
-            session = boto3.Session(region_name=os.environ.get("AWS_REGION"))  # the default one keeps old credentials
+            session = boto3.Session(region_name=os.environ.get("AWS_REGION"))  # boto3's default session keeps old keys
             return session.client("s3", endpoint_url=endpoint, config=config)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(
@@ -95,14 +96,15 @@ class Bucket:
         """Call an operation of S3.
 
         Raises:
-            StorageError: It is refused, or the store cannot be reached; the message names a missing permission.
+            StorageError: The operation is refused, or the store cannot be reached; the message names a missing
+                permission.
         """
         with self._reporting(operation, arguments.get("Key")):
             answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.name, **arguments)
             return answer
 
     def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of an operation that lists.
+        """Yield the pages of a listing operation.
 
         Raises:
             StorageError: As in :meth:`call`.
@@ -154,7 +156,7 @@ class Bucket:
             ) from error
 
     def _refused(self, error: Any, operation: str, key: str | None) -> StorageError:
-        """Return the error of an answer of S3."""
+        """Return the error for a response of S3."""
         code, status = str(error.response["Error"]["Code"]), error.response["ResponseMetadata"]["HTTPStatusCode"]
         at = f"s3://{self.name}" if key is None else f"s3://{self.name}/{key}"
         said = str(error.response["Error"].get("Message", ""))
@@ -176,7 +178,7 @@ class Bucket:
         return StorageError(": ".join(part for part in (at, what, said) if part), hint=hint)
 
     def _resource(self, permission: str) -> str:
-        """Return a permission and the resource that a policy gives it for."""
+        """Return a permission, and the resource for which a policy grants it."""
         objects = "" if permission in _OF_BUCKETS else f"/{self.prefix}/*" if self.prefix else "/*"
         return f"{permission} on arn:aws:s3:::{self.name}{objects}"
 

@@ -34,9 +34,9 @@ def is_imported(opened: _core.Checkpoint) -> bool:
 def check_not_persiaml(directory: str | os.PathLike[str]) -> None:
     """Refuse rows that PersiaML has written.
 
-    PersiaML writes ``embedding_dump_done`` into the folder and into ``sN`` for each server N, and there
-    ``replica_N_shard_M.emb``. Each ``.emb`` file is a list of entries: an id, a dimension, and weights followed by
-    optimizer state.
+    PersiaML writes ``embedding_dump_done`` into the folder, and into a subfolder ``sN`` for each server N. The
+    subfolders contain the rows, as ``replica_N_shard_M.emb``. Each ``.emb`` file is a list of entries: an id, a
+    dimension, and weights followed by optimizer state.
 
     Raises:
         CheckpointError: The folder has rows of PersiaML.

@@ -1,7 +1,7 @@
 """Exports a checkpoint to S3 in parts with checksums. An interrupted export continues where it stopped.
 
-The objects are those of :class:`persia.checkpoint.object_store.ObjectStore`: the manifest is the last one, so an export
-with a manifest is complete, and ``persia ckpt copy`` and ``persia ckpt list`` read it.
+The objects are those that :class:`persia.checkpoint.object_store.ObjectStore` writes. The manifest is written last, so
+an export with a manifest is complete. ``persia ckpt copy`` and ``persia ckpt list`` can read an export.
 """
 
 import base64
@@ -72,20 +72,21 @@ class Upload:
 
 
 def export(folder: str, url: str, again: str, *, force: bool = False) -> Exported:
-    """Upload a checkpoint. Data that an interrupted export of it has uploaded is not sent again.
+    """Upload a checkpoint. Parts that an interrupted export has uploaded are not sent again.
 
     Args:
         folder: The checkpoint.
         url: ``s3://bucket/prefix/NAME``, the new checkpoint.
         again: The command to run again, for messages.
-        force: Replace another checkpoint at the address.
+        force: Whether to replace another checkpoint at the address.
 
     Raises:
         ConfigError: The address is not an S3 URL, or lacks the name of the checkpoint.
         UsageError: boto3 is not installed.
-        CheckpointError: The folder has no checkpoint, the checkpoint is damaged, or another one is at the address.
-        StorageError: A file of the checkpoint cannot be read, the store refuses a request, or it received other data
-            than was sent. The parts sent so far stay in the store.
+        CheckpointError: The folder has no checkpoint, the checkpoint is damaged, or another checkpoint is at the
+            address.
+        StorageError: A file of the checkpoint cannot be read, the store refuses a request, or the store received data
+            that differs from the data sent. The parts sent so far stay in the store.
     """
     bucket = Bucket(url, again)
     if not bucket.prefix:
@@ -105,7 +106,7 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
                 f"cannot export {folder}: {url} has another checkpoint, which would be deleted",
                 hint=f"export to a URL with another name, or replace the checkpoint there: {again} --force",
             )
-        # Delete the manifest first, so that the other checkpoint counts as incomplete while its files are replaced.
+        # Delete the manifest first. The other checkpoint then counts as incomplete while its files are replaced.
         bucket.call("delete_object", Key=bucket.key(MANIFEST))
     for file in opened.files:
         path = Path(opened.path_of(file["name"]))
@@ -195,7 +196,7 @@ class _Object:
             return False
         etag, checksum = str(head["ETag"]).strip('"'), str(head.get("ChecksumSHA256") or "")
         sha, md5, ending = parts[0].sha256, parts[0].md5, ""
-        if "-" in etag or checksum.endswith(f"-{len(parts)}"):  # a hash of the hashes of the parts
+        if "-" in etag or checksum.endswith(f"-{len(parts)}"):  # the checksum is a hash of the hashes of the parts
             sha, md5 = _sha(*(part.sha256 for part in parts)), _md5(*(part.md5 for part in parts))
             ending = f"-{len(parts)}"
         if checksum:

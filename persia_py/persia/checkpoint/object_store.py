@@ -1,7 +1,7 @@
 """Replicas of checkpoints in an object store: S3 and compatible stores, and others that ``obstore`` supports.
 
-A checkpoint is written to the folder that ranks and servers share, and uploaded from there. The manifest is uploaded
-last, so a replica with a manifest is complete. Objects are never renamed.
+A checkpoint is written to the folder that ranks and servers share, and uploaded from this folder. The manifest is
+uploaded last, so a replica with a manifest is complete. Objects are never renamed.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ class Replica:
 
     Attributes:
         name: Its name below the URL.
-        age: Generation and step of its cut: the larger, the newer.
+        age: Generation and step of its cut. A newer checkpoint has a larger value.
         rows: The number of rows of all tables.
         size: Bytes of all files.
-        created_at: When it was saved.
+        created_at: The time at which it was saved.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ObjectStore:
 
     Args:
         url: Such as ``s3://bucket/prefix``. Credentials, region and endpoint come from the variables that Amazon's
-            tools read (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``); an
+            tools read (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``). An
             endpoint that begins with ``http://`` is used without TLS.
 
     Raises:
@@ -76,7 +76,7 @@ class ObjectStore:
                 "s3://bucket/prefix"
             )
         self.url = url.rstrip("/")
-        self._store  # noqa: B018  # refuses other URLs
+        self._store  # noqa: B018  # raises an error for other URLs
 
     @cached_property
     def _store(self) -> Any:
@@ -100,15 +100,16 @@ class ObjectStore:
     def put(self, directory: Path, name: str, *, replace: bool = True) -> None:
         """Upload the checkpoint in ``directory``.
 
-        It replaces another checkpoint of that name, whose manifest is deleted first.
+        Another checkpoint of that name is replaced. Its manifest is deleted first.
 
         Args:
             directory: The checkpoint.
             name: Its name below the URL.
-            replace: Whether another one may be replaced, such as one that a run wrote before it resumed.
+            replace: Whether to replace another checkpoint of that name, such as one that the run wrote before it
+                resumed.
 
         Raises:
-            CheckpointError: There is no checkpoint, or there is another one that may not be replaced.
+            CheckpointError: The directory has no checkpoint, or another checkpoint of that name may not be replaced.
             StorageError: The checkpoint cannot be uploaded. The next upload of that name replaces its incomplete files,
                 or :meth:`prune` deletes them.
         """
@@ -149,8 +150,8 @@ class ObjectStore:
             )
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # The folder is one level deeper, so its remains do not count as a checkpoint if this process is
-            # killed.
+            # The temporary folder is one level deeper. If this process is killed, its remains therefore do not count as
+            # a checkpoint.
             with tempfile.TemporaryDirectory(prefix=".copying-", dir=directory.parent) as unfinished:
                 self._get(name, Path(unfinished, directory.name))
                 Path(unfinished, directory.name).rename(directory)
@@ -180,7 +181,7 @@ class ObjectStore:
         return f"list the checkpoints there: persia ckpt list {shlex.quote(self.url)}"
 
     def _get_file(self, keys: Sequence[str], path: Path) -> None:
-        """Fetch the first of these objects: servers leave a file where they put it, an upload puts it at its name."""
+        """Fetch the first of these objects that exists. Servers and uploads write a file under different keys."""
         import obstore
 
         for key in keys:
@@ -199,7 +200,7 @@ class ObjectStore:
         """Return the replicas that have a manifest, the newest first.
 
         Raises:
-            CheckpointError: The manifest of one is damaged.
+            CheckpointError: The manifest of a replica is damaged.
             StorageError: The replicas cannot be listed.
         """
         found: list[Replica] = []
@@ -210,7 +211,7 @@ class ObjectStore:
         return sorted(found, key=lambda one: one.age, reverse=True)
 
     def listing(self) -> dict[str, "Replica | CheckpointError"]:
-        """Return the replicas that have a manifest, by name; for one whose manifest is damaged, the error.
+        """Return the replicas that have a manifest, by name; for a damaged manifest, return the error.
 
         Raises:
             StorageError: The replicas cannot be listed.
@@ -281,7 +282,7 @@ class ObjectStore:
     def interrupted_run(self, of: str) -> str | None:
         """Return the newest run of job ``of`` that has a replica below the URL.
 
-        None if there is no such run, or if it is finished.
+        Return None if there is no such run, or if it is finished.
 
         Raises:
             StorageError: The runs cannot be listed.
@@ -327,7 +328,7 @@ class ObjectStore:
         except PersiaError:
             raise
         except (exceptions.BaseError, OSError) as error:
-            hint = None  # an error of the disk; obstore raises an OSError without a number if an object does not exist
+            hint = None  # an error of the disk; the OSError of obstore for a missing object has no number
             if isinstance(error, exceptions.BaseError) or error.errno is None:
                 is_s3 = self.url.startswith(("s3://", "s3a://"))
                 more = ", AWS_REGION and AWS_ENDPOINT_URL" if is_s3 else " and the credentials of the store"
@@ -343,13 +344,13 @@ def copy(source: str, destination: str, *, force: bool = False) -> None:
 
     Args:
         source: The checkpoint.
-        destination: The new one.
-        force: Replace another checkpoint at the URL.
+        destination: The new checkpoint.
+        force: Whether to replace another checkpoint at the URL.
 
     Raises:
         ConfigError: Neither argument is a URL, or both are.
-        CheckpointError: There is no checkpoint, or it is damaged, and the message names the file; or the URL has
-            another one.
+        CheckpointError: There is no checkpoint, the checkpoint is damaged (the message names the file), or the URL has
+            another checkpoint.
         StorageError: The checkpoint cannot be copied.
     """
     if is_url(source) == is_url(destination):

@@ -27,34 +27,35 @@ STATE = "state.pt"
 class Checkpoints:
     """Saves a run every ``every`` steps, and resumes it from the newest checkpoint when it is restarted.
 
-    For ``TrainCtx(checkpoints=...)``, on every rank. Each checkpoint is one consistent cut: all ranks are after the
-    same step, all pushes are applied, and none is in flight. It holds what :meth:`TrainCtx.dump_checkpoint` saves, and
-    the random state of every rank. Training pauses only for the cut; files are written while it continues.
+    Pass it as ``TrainCtx(checkpoints=...)`` on every rank. Each checkpoint is one consistent cut: all ranks have
+    finished the same step, all pushes are applied, and none is in flight. A checkpoint holds what
+    :meth:`TrainCtx.dump_checkpoint` saves, and the random state of every rank. Training pauses only for the cut. Files
+    are written while training continues.
 
     A run is saved between two steps, after the body of the loop over a :class:`persia.data.DataLoader`. A checkpoint
     therefore includes what the body does after ``backward``, such as a scheduler's step. The run is also saved at the
     end of the loop, and the loop returns when that checkpoint is written. After SIGTERM to any rank, all ranks finish
-    the current step, save the run and exit with 75, regardless of where they are in the context: in the loop, in an
-    evaluation, or between two loops. Ctrl-C does the same with exit code 130; a second Ctrl-C ends the process
-    immediately.
+    the current step, save the run and exit with 75. This applies in the whole context: in the loop, in an evaluation,
+    and between two loops. Ctrl-C does the same with exit code 130; a second Ctrl-C ends the process immediately.
 
     Args:
         folder: The folder of the checkpoints: a folder ``step-N`` for each, and ``LATEST``, which points to the newest.
-            A relative one is below ``PERSIA_CKPT_DIR``, if that is set. None, in a job, means a folder of this run: an
-            interrupted run resumes in it; a run that starts after the end of another gets a new one. If it is a URL
-            such as ``s3://bucket/prefix``, rank 0 and every server write to it without a shared disk; each takes its
-            credentials from its environment.
+            A relative path is below ``PERSIA_CKPT_DIR``, if that is set. In a job, None means a folder of this run. An
+            interrupted run resumes in its folder, and a run that starts after the end of another run gets a new folder.
+            With a URL such as ``s3://bucket/prefix``, rank 0 and every server write to the object store, and need no
+            shared disk. Each process takes its credentials from its environment.
         every: The number of steps between checkpoints.
-        keep_last: The number of checkpoints that are kept; older ones are deleted, but never the newest complete one.
-        keep_days: Checkpoints older than this number of days are deleted as well, but never the newest complete one.
+        keep_last: The number of checkpoints that are kept; older ones are deleted, but never the newest intact one.
+        keep_days: Checkpoints older than this number of days are deleted as well, but never the newest intact one.
             None means no limit. It applies to ``folder``, not to replicas.
         verify: Whether to read each checkpoint after it is written and compare the hash of every file. A checkpoint
             that differs counts as failed, and is written again.
-        upload_to: A URL such as ``s3://bucket/prefix``, below which each checkpoint is uploaded when it is written,
-            before the next one is. ``keep_last`` also applies to these replicas. If the newest replica is newer than
-            the folder's checkpoints (after a disk was replaced, for example), the run resumes from it. If no folder is
-            given, replicas are below the name of the run; a run whose name was lost with its disk is found by its
-            replicas. Credentials come from the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
+        upload_to: A URL such as ``s3://bucket/prefix``, below which each checkpoint is uploaded after it is written,
+            and before the next checkpoint is written. ``keep_last`` also applies to these replicas. If the newest
+            replica is newer than the folder's checkpoints (after a disk was replaced, for example), the run resumes
+            from it. If no folder is given, replicas are below the name of the run. If the name of the run was lost with
+            its disk, the run is found by its replicas. Credentials come from the environment: see
+            :class:`persia.checkpoint.object_store.ObjectStore`.
         state: Further objects of the run by name, each with ``state_dict`` and ``load_state_dict``. All ranks
             receive what rank 0 saved, with tensors on the CPU.
         allow_previous: Whether to resume from the newest intact checkpoint if the newest one is damaged; a warning
@@ -63,8 +64,8 @@ class Checkpoints:
             restart of the run. ``stop``: the run fails again. ``skip``: all ranks skip the step together, without the
             body of the loop; model and rows do not change. Steps that always fail and are less than 100 apart, without
             a checkpoint between them, are not skipped, because the data is unlikely to be the cause. Failures that the
-            batch may have caused, but not those of a server or another process, are recorded with the batch in the
-            folder ``poison`` next to the checkpoints, until the step is trained and saved.
+            batch may have caused are recorded with the batch in the folder ``poison`` next to the checkpoints, until
+            the step is trained and saved. Failures of a server or of another process are not recorded.
         copy_to: The old name of ``upload_to``.
 
     Attributes:

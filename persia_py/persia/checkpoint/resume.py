@@ -49,7 +49,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     if not loaded.imported:
         checkpoints.check_has_state(loaded)
     state.restore(loaded)
-    if loaded.imported:  # it has rows, but no model and no step
+    if loaded.imported:  # an imported checkpoint has no model and no step
         _logger.info("training starts at step 1 with the rows of %s", loaded.path)
     else:
         _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
@@ -74,12 +74,12 @@ def _newer_replica(store: ObjectStore, folder: Place, newest: str | None) -> str
         return None
     why = f"{folder} has no checkpoint" if newest is None else f"the checkpoints in {folder} are older"
     _logger.warning("downloading the checkpoint %s/%s, because %s", store.url, newer.name, why)
-    store.get(newer.name, Path(folder, newer.name))  # upload_to is only allowed with a folder
+    store.get(newer.name, Path(folder, newer.name))  # upload_to requires that ``folder`` is a folder
     return os.fspath(folder / newer.name)
 
 
 def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
-    """Return the newest intact checkpoint if the newest of all cannot be used.
+    """Return the newest intact checkpoint, if the newest checkpoint cannot be used.
 
     Raises:
         CheckpointError: This is not ``allowed``, or no checkpoint is intact.
@@ -89,7 +89,7 @@ def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapsh
     if whole is None:
         raise error
     if not allowed:
-        # Do not advise to delete a checkpoint that cannot be read at the moment, because it may be intact.
+        # A checkpoint that cannot be read at the moment may be intact, so the hint must not advise to delete it.
         broken = shlex.join(str(each["path"]) for each in found if each["problem"] is not None and not each["unread"])
         hint = (
             f"to resume from {whole}, use --set checkpoint.allow_previous=true (in a script "

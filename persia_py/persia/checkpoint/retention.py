@@ -20,7 +20,7 @@ from persia_core import checkpoint as _core
 MAX_DAYS = 36_500
 """The maximum checkpoint age that can be specified, in days."""
 _MANIFEST, _REMOVED = "MANIFEST.json", ".REMOVED.json"
-"""The file that makes a folder a checkpoint, and its name while the checkpoint is being deleted."""
+"""The file that makes a folder a checkpoint, and the name of this file while the checkpoint is being deleted."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def kept(found: Sequence[Saved], age: timedelta, *, least: int = 1) -> int:
 
 
 def to_delete(found: Sequence[Saved], keep: int) -> list[Saved]:
-    """Return the checkpoints that :func:`prune` deletes: all after the first ``keep``, but never the newest intact one.
+    """Return the checkpoints that :func:`prune` deletes: all after the first ``keep``, except the newest intact one.
 
     Args:
         found: The checkpoints of :func:`checkpoints_in`.
@@ -114,7 +114,7 @@ def to_delete(found: Sequence[Saved], keep: int) -> list[Saved]:
 def prune(folder: Place, keep: Callable[[Sequence[Saved]], int]) -> list[Saved]:
     """Delete old checkpoints and return them. The newest intact checkpoint is kept.
 
-    The checkpoints are listed immediately before, so that recently written ones are counted.
+    The checkpoints are listed immediately before the deletion, so recently written checkpoints are counted.
 
     Args:
         folder: The folder.
@@ -139,7 +139,7 @@ def _is_intact(path: Place) -> bool:
 def remove(path: Place) -> None:
     """Delete one checkpoint.
 
-    The deletion is committed by the rename of the manifest; the files are deleted after that. In an object store the
+    First the manifest is renamed, which commits the deletion. Then the files are deleted. In an object store, the
     manifest is deleted first.
 
     Raises:

@@ -62,7 +62,7 @@ def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
 def restore_random_state(state: dict[str, Any], optimizer: Optimizer) -> None:
     """Restore a state that :func:`random_state` returned.
 
-    The generators of CUDA are restored only if this process has as many devices as the one that saved them.
+    The CUDA generators are restored only if this process has as many devices as the process that saved the state.
     """
     random.setstate(state["python"])
     np.random.set_state(_of_numpy(state))

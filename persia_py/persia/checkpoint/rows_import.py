@@ -1,4 +1,4 @@
-"""Makes a checkpoint of rows from Parquet files: vectors that were trained elsewhere, for a warm start."""
+"""Makes a checkpoint of rows from Parquet files with vectors that were trained elsewhere, for a warm start."""
 
 import json
 import os
@@ -216,7 +216,7 @@ class _Reader:
             values, null = lists.flatten(), _true(lists.is_null())
             wrong = (lengths != self.dim) & ~null
             other_dim.add(first, wrong, lambda place, of=lengths: f" (length {of[place]})")  # type: ignore[misc]
-            # a float64 value beyond the range of float32 becomes infinity, which is detected here
+            # a float64 value beyond float32 becomes infinity; the next check finds it
             with np.errstate(over="ignore"):
                 floats = pc.fill_null(values, 0).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
             infinite = ~np.isfinite(floats)
@@ -278,6 +278,6 @@ def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Tran
     described = {"type": "id", "column": "id", "values": values, "dim": 1}
     described |= {"prefix": columns.prefix} if columns.prefix else {}
     described |= {"lower": True} if columns.lower else {}
-    # A document requires a label. This label is not read.
+    # A configuration requires a label, but this label is not read.
     text = json.dumps({"features": {"id": described}, "labels": {"none": {}}})
     return Features.parse(text, "persia ckpt import").transform()

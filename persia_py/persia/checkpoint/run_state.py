@@ -59,7 +59,7 @@ class RunState:
         backend: The access to the rows and to the other ranks.
         model: Returns the model; None if the context has none.
         dense_optimizer: Returns the optimizer of the model.
-        embedding_optimizer: The optimizer of rows, until another one is applied.
+        embedding_optimizer: The optimizer of rows, until another optimizer is applied.
         loss_scale: The loss scale; None without mixed precision.
         user: The state that the script adds.
 
@@ -86,16 +86,16 @@ class RunState:
         self._user = user
         self.passes: int | None = 0
         self.passes_loaded: int | None = 0
-        # the position at the end of the last pass
+        # The position at the end of the last pass.
         self._end: tuple[dict[str, Any] | None, dict[str, Any] | None, int | None] | None = None
         self._cursor: dict[str, Any] | None = None
         self._replay_digests: dict[str, Any] | None = None
-        self._loaded = False  # position and digests of a checkpoint, which no loop has taken yet
+        self._loaded = False  # whether no loop has taken the loaded position and digests yet
         self._ranks: dict[str, dict[str, Any]] = {}  # the states of all ranks, in the form of a checkpoint
 
     @property
     def optimizer(self) -> Optimizer:
-        """The current embedding optimizer, which is the last one that was applied."""
+        """The current embedding optimizer, which is the last optimizer that was applied."""
         return self.backend.row_settings.optimizer or self._embedding_optimizer
 
     def record(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
@@ -153,8 +153,8 @@ class RunState:
     def gather_model(self) -> None:
         """Gather weights and optimizer state if they are sharded over the ranks. Collective: every rank must call it.
 
-        Only rank 0's state counts: the other ranks receive a loaded checkpoint when the next loop starts, so theirs may
-        be out of date.
+        The states of the other ranks may be out of date, because they receive a loaded checkpoint only when the next
+        loop starts. Only rank 0's state is used.
         """
         model = self._model()
         if not isinstance(model, ShardedModel) or self.backend.all_gather("shards", model.is_gathered)[0]:
@@ -247,7 +247,7 @@ class RunState:
                 "optimizer": optimizer_state(model, self._dense_optimizer()),
                 "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
                 "embedding_lr": self.optimizer.lr,
-                # the position of a running loop is specific to this rank
+                # The position of a running loop belongs to this rank only.
                 "cursor": self._cursor if self._loaded else None,
                 "passes": [self.passes, self.passes_loaded],
                 "more": None if self._user is None else self._user.state_dict(),
@@ -256,7 +256,7 @@ class RunState:
                 "inputs": None if names is None else names.state(),
             }
         )
-        self._ranks = {}  # the state is shared now: a later generation of this context must not restore it again
+        self._ranks = {}  # the state is now shared, and a later generation of this context must not restore it again
         if state is None:
             return
         load_dense(model, self._dense_optimizer(), state["dense"], state["optimizer"])
@@ -269,7 +269,7 @@ class RunState:
         random = state["random"].get(rng_state.rank_state(settings.rank))
         self._set_loaded(state["cursor"], None if random is None else random.get(PASSED), None)
         self.passes, self.passes_loaded = state["passes"]
-        if state["random"]:  # otherwise rank 0 has loaded rows only, and has kept its own state
+        if state["random"]:  # otherwise rank 0 has loaded only rows, and keeps its random state
             load_averaging(model, _averaging_in(state["random"], settings.rank))
         if random is not None:
             rng_state.restore_random_state(random, self.optimizer)
@@ -289,8 +289,8 @@ class RunState:
 def _averaging_in(ranks: dict[str, dict[str, Any]], mine: int) -> dict[str, Any] | None:
     """Return the state of this rank's gradient averaging; None unless the states of all ranks exist.
 
-    A checkpoint of ``dump_checkpoint`` has the state of rank 0 only. If one rank alone used it, the ranks would send
-    different data.
+    A checkpoint of ``dump_checkpoint`` has the state of rank 0 only. If only this rank used its state, the ranks would
+    send different data.
     """
     states = [ranks.get(rng_state.rank_state(rank), {}).get(AVERAGING) for rank in range(settings.world_size)]
     return None if any(state is None for state in states) else states[mine]

@@ -49,7 +49,7 @@ class Save:
     ``with Save(...) as save: save.add_state(...)`` writes the checkpoint at the end of the block.
 
     Args:
-        engine: The engine, whose pushes are awaited so that the cut captures one step.
+        engine: The engine. Its pushes are awaited, because the cut must capture one step.
         directory: The URL, or the directory, which is created if it is missing.
         step: The last step that was trained.
         cursor: The position of the data loader.
@@ -105,7 +105,7 @@ class Save:
             StorageError: A tensor cannot be copied from its device.
         """
         self._add(name, lambda file: torch.save(state, file))
-        if name == inputs.FILE:  # the manifest gets them too, because servers of an infer job cannot unpickle the file
+        if name == inputs.FILE:  # the manifest also gets them, because servers of an infer job cannot unpickle the file
             self._inputs = json.dumps(state)
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
@@ -207,8 +207,8 @@ class Load:
     """A checkpoint whose files have all been verified.
 
     Args:
-        directory: The directory or the URL of the checkpoint. Files of an object store are read into memory, not copied
-            to a disk: this process reads the model, the servers read the rows, one shard at a time.
+        directory: The directory or the URL of the checkpoint. Files of an object store are read into memory, and not
+            copied to a disk. This process reads the model, and the servers read the rows, one shard at a time.
 
     Attributes:
         path: The directory or the URL.
@@ -270,7 +270,7 @@ class Load:
         return COLLECTION_MODEL if from_collection else name
 
     def restore(self, engine: Engine) -> None:
-        """Replace the engine's rows by the checkpoint's.
+        """Replace the rows of the engine with those of the checkpoint.
 
         Log a warning about tables that the checkpoint does not have.
         """
@@ -324,7 +324,8 @@ def _read_state(
     path: Place, map_location: str | torch.device | None, content: io.BytesIO | None = None
 ) -> dict[str, Any]:
     try:
-        # The caller moves the state to the device of the model; the device from which it was saved may not exist here.
+        # The caller moves the state to the device of the model; the device from which it was saved may not exist in
+        # this process.
         state = torch.load(content or path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file", hint="correct the path of the state dict") from error
@@ -346,10 +347,11 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) ->
     The prefixes of wrappers, such as ``module.`` of DistributedDataParallel, are ignored.
 
     Raises:
-        CheckpointError: Keys or shapes differ; the message lists the first differences, and the number of the others.
+        CheckpointError: Keys or shapes differ; the message lists the first differences and the number of the other
+            differences.
     """
     own, state = module.state_dict(), fitted(module, state)
-    # The module itself handles extra state that an older version did not save.
+    # The module handles the absence of extra state that an older version did not save.
     wrong = [f"{key}: not in the checkpoint" for key in own if key not in state and not key.endswith("_extra_state")]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
     wrong += [

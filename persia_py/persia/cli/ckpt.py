@@ -79,7 +79,7 @@ def _listing(parent: str) -> list[dict[str, Any]]:
 def _is_run(path: str) -> bool:
     """Whether a path is the folder of a run, or ``LATEST`` next to runs.
 
-    Other paths are decided without further imports.
+    For other paths, the function needs no further imports.
     """
     place = Path(path)
     if not (place.name == "LATEST" or (place / "metrics.jsonl").is_file()):
@@ -152,7 +152,7 @@ def ckpt_prune(
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N in any case.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
 ) -> None:
-    """Delete old checkpoints of a run or a folder. The newest complete one and the best one of a run are kept."""
+    """Delete old checkpoints of a run or a folder. The newest intact one and the best one of a run are kept."""
     from persia.checkpoint import retention
 
     if older is None and keep_last is None:

@@ -24,12 +24,12 @@ def checks(path: Path | None, only: list[str], folders: list[str], *, as_json: b
 
 
 def stack(*, as_json: bool) -> int:
-    """Print the checks inside the containers of the stack, and return the exit code."""
+    """Run the checks inside the containers of the stack, print them, and return the exit code."""
     return _show(containers.checks(), as_json=as_json)
 
 
 def image(*, as_json: bool) -> int:
-    """Print the checks inside the image, and return the exit code."""
+    """Run the checks inside the image, print them, and return the exit code."""
     return _show(compose.checks(), as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""Commands with ``--set``. For a key of ``persia.yml`` that is given as an option, the error names ``--set``."""
+"""Commands with ``--set``. If a key of ``persia.yml`` is given as an option, the error suggests ``--set``."""
 
 from typing import Any
 

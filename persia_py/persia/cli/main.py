@@ -103,7 +103,7 @@ def _main(
 def main() -> None:
     """Run the command. Print an error as one message with the next step, and exit with the code of its class.
 
-    An error of another class often comes from the user's model: print its cause and the user's stack frames.
+    An error that is not one of Persia often comes from the user's model: print its cause and the user's stack frames.
     """
     try:
         app(prog_name="persia")

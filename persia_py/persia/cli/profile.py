@@ -54,7 +54,7 @@ def profile_memory(
 
 
 def _folder(run: Path) -> Path:
-    """Return the folder. ``LATEST`` next to runs points to the newest one."""
+    """Return the folder of a run. ``LATEST`` next to runs points to the newest run."""
     from persia.profile.profiler import FOLDER
     from persia.trainer.run_folder import find_run
 

@@ -152,7 +152,7 @@ def _show(config: "Config", folder: "RunFolder") -> None:
 def _train(
     config: "Config", file: Path, run: Path | None, set_: list[str], *, resume: bool, local: bool
 ) -> "RunFolder | None":
-    """Train in this process, and return the run's folder. An interrupted run exits from here."""
+    """Train in this process, and return the run's folder. If the run is interrupted, exit."""
     from persia.runtime.exit_codes import ExitCode
     from persia.runtime.interruptible import interruptible
 

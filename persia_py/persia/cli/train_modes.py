@@ -47,7 +47,7 @@ def check_together(options: set[str]) -> None:
     """Refuse options that exclude each other.
 
     Raises:
-        UsageError: Two such options are given.
+        UsageError: Two options that exclude each other are given.
     """
     if len(options) > 1 and options not in _TOGETHER:
         raise UsageError(f"{' and '.join(sorted(options))} cannot be combined")
@@ -83,7 +83,7 @@ def follow(file: Path, overrides: Sequence[str]) -> int:
 
 
 def leave_job() -> None:
-    """Remove the variables of the surrounding job, so that this process keeps the rows itself."""
+    """Remove the variables of the surrounding job. This process then keeps the rows itself."""
     for name in _JOB:
         os.environ.pop(name, None)
     reload_env()
@@ -155,7 +155,7 @@ def _check_servers(*, replace_rows: bool) -> None:
     """Refuse a test that would disturb a run, or replace its rows.
 
     Raises:
-        UsageError: A rank of the job runs, or the servers hold rows.
+        UsageError: A rank of the job is running, or the servers have rows.
         UnreachableError: NATS or a process of the job is missing.
     """
     from persia.doctor import job_status

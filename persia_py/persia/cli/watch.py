@@ -1,4 +1,4 @@
-"""Resource usage of the processes of a job or run, and training progress, as a refreshed table or as CSV."""
+"""Shows the resource usage of the processes of a job or run, and training progress, as a refreshed table or as CSV."""
 
 import contextlib
 import csv
@@ -74,8 +74,8 @@ class Row:
         gpu_used_bytes: The memory that the process uses on its GPU. Each GPU of this host also has its own row, with
             the memory used by all processes.
         gpu_total_bytes: The memory of the GPU; only in the row of the GPU.
-        gpu_percent: The share of the time in which the process computed on the GPU; in the row of a GPU, in which any
-            process did.
+        gpu_percent: The share of the time in which the process computed on the GPU. In the row of a GPU, the share in
+            which any process computed.
         gpu: The index of the GPU.
     """
 
@@ -204,7 +204,7 @@ def of_run(folder: Path) -> list[Watched]:
 
 
 def run_folder(given: Path) -> Path:
-    """Return the folder of a run. The path may be ``LATEST`` next to it.
+    """Return the folder of a run. The path may be ``LATEST`` next to the folder.
 
     Raises:
         UsageError: The run does not exist.
@@ -328,8 +328,8 @@ def _table(rows: list[Row], width: int) -> Group:
 def _used_of(here: list[Gpu], process: Watched) -> dict[str, Any]:
     """Return the GPU usage of a process on this host; nothing if it uses no GPU.
 
-    In a container the driver shows no processes. The usage of the whole GPU is then attributed to the rank that has
-    announced it.
+    In a container, the driver shows no processes. The usage of the whole GPU is then attributed to the rank that has
+    announced the GPU.
     """
     mine = [(each, each.processes[process.pid]) for each in here if process.pid in each.processes]
     if mine:

@@ -273,11 +273,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the keys of a configuration are, for messages about its data.
+    """The places of the keys of a configuration, for messages about its data.
 
     Attributes:
-        places: The place of each feature and label, under ``features.NAME`` and ``labels.NAME``; and that of the model,
-            its arguments and the items of their lists, under ``model``, ``model.KEY`` and ``model.KEY[0]``.
+        places: The place of each feature and label, under ``features.NAME`` and ``labels.NAME``. Also the places of the
+            model, its arguments and the items of their lists, under ``model``, ``model.KEY`` and ``model.KEY[0]``.
         uses: The columns that are read.
         overrides: The texts after ``--set``.
     """

@@ -20,7 +20,7 @@ class Checker:
 
     Args:
         root: The tree of the file, with overrides.
-        values: The parsed blocks; a value with an error is None.
+        values: The parsed blocks. A value with an error is None.
         findings: Collects the errors and warnings.
     """
 

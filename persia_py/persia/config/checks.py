@@ -33,7 +33,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
 
     Args:
         root: The tree of the file, with overrides.
-        values: The parsed blocks; a value with an error is None.
+        values: The parsed blocks. A value with an error is None.
         features: The features and labels; None if they have errors.
         findings: Collects the errors and warnings.
     """
@@ -313,7 +313,7 @@ class _Checks(Checker):
             self._findings.warn(node.place, "train.micro_batch", message)
 
     def check_dims(self) -> None:
-        """Check the sizes of a DLRM, which multiplies embeddings, and the output of its bottom MLP, with each other."""
+        """Check that the embeddings of a DLRM and the output of its bottom MLP have equal sizes, for dot products."""
         model = self._values.get("model") or {}
         if model.get("name") != "dlrm":
             return

@@ -28,7 +28,7 @@ class Document:
     Attributes:
         name: The name of the file in messages.
         findings: All errors and warnings.
-        tree: All keys with defaults, in the order of the reference. The place of a node tells the source of its value.
+        tree: All keys with defaults, in the order of the reference. The place of a node is the source of its value.
         config: The configuration; None if there are errors.
     """
 
@@ -36,7 +36,7 @@ class Document:
         """Read and check the document.
 
         Args:
-            source: The text of the file, or a tree that a program made.
+            source: The text of the file, or a tree that a program created.
             name: The name of the file.
             folder: The folder of the file.
             overrides: The texts after ``--set``.
@@ -65,7 +65,7 @@ class Document:
         """Return the configuration.
 
         Raises:
-            ConfigError: There are errors; the message has all of them.
+            ConfigError: There are errors. The message has all of them.
         """
         self.findings.raise_if_any()
         assert self.config is not None  # noqa: S101 - there was no mistake
@@ -115,7 +115,7 @@ class Document:
             for line, column, path, message in error.findings:
                 place = Place(line, column) if rendered is None else rendered.origin(line, column)
                 if path in guessed and root.get(path) is None:
-                    continue  # already reported, because an unknown key is probably meant to be this one
+                    continue  # already reported with an unknown key, which probably means this key
                 # an error without a path: YAML that only the Rust parser refuses
                 if path.partition(".")[0] in FREE or not path:
                     self.findings.error(place, path, message)
@@ -155,12 +155,12 @@ def load_config(
 
     Args:
         path: The file.
-        overrides: Changes such as ``train.seed=7``; the value is YAML.
+        overrides: Changes such as ``train.seed=7``. The value is YAML.
         folder: The folder to which paths of data, and the user's modules, are relative; None means the file's folder.
 
     Raises:
-        ConfigError: The file cannot be read, or has errors; the message has all of them, each with file, line and
-            column, and ``findings`` has (line, column, key, message). For the value of an override, the line is 0.
+        ConfigError: The file cannot be read, or has errors. The message has all errors with file, line and column, and
+            ``findings`` has (line, column, key, message) of each. For the value of an override, the line is 0.
     """
     document = open_document(path, overrides, folder=folder)
     config = document.checked()
@@ -206,7 +206,7 @@ def validate_config(config: Config | Mapping[str, Any] | str | os.PathLike[str])
     """Check a configuration, and return whether it is valid, and its errors.
 
     Args:
-        config: A configuration, the content of a ``persia.yml`` as a dictionary, or the path of one.
+        config: A configuration, the content of a ``persia.yml`` as a dictionary, or the path of a ``persia.yml``.
 
     Raises:
         ConfigError: The file cannot be read.

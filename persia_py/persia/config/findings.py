@@ -55,7 +55,7 @@ class Findings:
         self._warnings[Finding(place, path, message)] = None
 
     def note(self, warning: str) -> None:
-        """Add a warning whose text contains its place."""
+        """Add a warning whose text already contains the place."""
         self._notes.append(warning)
 
     @property
@@ -69,7 +69,7 @@ class Findings:
 
     @property
     def errors(self) -> list[str]:
-        """The errors in the order of the file; those of overrides come last."""
+        """The errors in the order of the file. Those of overrides come last."""
         return [one.shown(self.file) for one in _sorted(self._errors)]
 
     @property

@@ -1,6 +1,6 @@
-"""The models of ``model``, and their arguments.
+"""The models that ``model`` can select, and their arguments.
 
-They are read from source files, without importing torch or the models.
+The arguments are read from source files, without importing torch or the models.
 """
 
 import ast
@@ -68,7 +68,7 @@ def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] |
         folder: The folder that is searched for the module before ``sys.path``.
 
     Raises:
-        LookupError: The module or class does not exist; the message has the next step.
+        LookupError: The module or class does not exist. The message has the next step.
     """
     module, _, name = reference.partition(":")
     if not module or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -149,7 +149,7 @@ def _type(node: ast.expr | None) -> Any:
         return _TYPES.get(node.id, Any)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         left, right = _type(node.left), _type(node.right)
-        return Any if Any in (left, right) else Union[left, right]  # noqa: UP007 - it is made at run time
+        return Any if Any in (left, right) else Union[left, right]  # noqa: UP007 - the union is built at run time
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
         return _literal(node.slice)
     if isinstance(node, ast.Subscript):
@@ -163,7 +163,7 @@ def _type(node: ast.expr | None) -> Any:
 def _literal(node: ast.expr) -> Any:
     """Return the type of a choice of strings.
 
-    Any if it has values of other types, which YAML may write in several ways.
+    A choice with values of other types gives Any, because YAML may write these values in several ways.
     """
     items = node.elts if isinstance(node, ast.Tuple) else [node]
     choices = [one.value if isinstance(one, ast.Constant) else None for one in items]

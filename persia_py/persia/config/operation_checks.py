@@ -20,7 +20,7 @@ class Operations(Checker):
         self._check_regions(dist)
         self._check_compression(dist)
         self._check_spot()
-        # A run keeps a copy of its file with all defaults. Defaults must not cause warnings.
+        # The folder of a run has a copy of the file with all defaults. Therefore, defaults must not cause warnings.
         if self._values.get("parallel") == "ddp":
             self._check_effect("fsdp", FsdpBlock, "`parallel: fsdp`", ("reshard_after_forward",))
         if (self._values.get("memory") or {}).get("leaks") is False:

@@ -10,12 +10,12 @@ from persia.runtime.yaml_tree import Entries, Node, Place, Scalar, TreeError, pa
 def apply(root: Entries, overrides: Sequence[str], findings: Findings) -> None:
     """Apply overrides of the form ``KEY.KEY=VALUE`` to a tree. The last one for a key wins.
 
-    A new key is added; whether the key is allowed is checked later, together with the keys of the file.
+    A new key is added. Whether the key is allowed is checked later, together with the keys of the file.
 
     Args:
         root: The tree, which is changed.
-        overrides: The texts after ``--set``; values are YAML.
-        findings: Receives the errors in them.
+        overrides: The texts after ``--set``. Values are YAML.
+        findings: Receives the errors in the overrides.
     """
     for override in overrides:
         place = Place(0, 0, override)
@@ -63,7 +63,7 @@ def _put(block: Entries, keys: list[str], value: Node, place: Place, findings: F
             findings.error(place, ".".join(done), f"found {inner.found()}, which has no key `{keys[0]}`")
             return
         elif index is not None:
-            # An alias is one node at several places; copy it, so that the other places keep their values.
+            # An alias is one node at several places. A copy of the node keeps the values at the other places.
             inner = Entries(inner.place, [*inner.entries])
             block.entries[index] = (block.entries[index][0], inner)
         block = inner

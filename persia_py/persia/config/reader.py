@@ -69,7 +69,7 @@ class Reader:
             places.setdefault(key.text, []).append(key.place)
         for key, value in node.entries if isinstance(node, Entries) else []:
             at, found = _join(path, key.text), places.pop(key.text, None)
-            if found is None:  # a later occurrence, which is reported with the first one
+            if found is None:  # a later occurrence, which is reported together with the first one
                 continue
             if len(found) > 1:
                 self.findings.error(found[1], at, _repeated(found))
@@ -96,7 +96,7 @@ class Reader:
                 self.findings.error(key.place, at, f"unknown key{guess}; allowed: {', '.join(known)}")
 
     def _field(self, block: Entries, path: str, key: str, field: FieldInfo) -> tuple[Any, Node]:
-        """Return the value of one key. Add its node to :attr:`tree`."""
+        """Return the value of one key, and add its node to :attr:`tree`."""
         node, at, argument = block.get(key), _join(path, key), Argument.of(field)
         kind = _block_of(field.annotation)
         if kind is None:
@@ -189,7 +189,7 @@ class Reader:
         arguments: Mapping[str, Argument],
         refused: Mapping[str, str] = _EMPTY,
     ) -> tuple[Any, Node]:
-        """Read the arguments of the object that the keys in ``chosen`` select; missing ones get their defaults."""
+        """Read the arguments of the object that the keys in ``chosen`` select. Missing ones get their defaults."""
         self._check_keys(block, at, {**chosen, **arguments}, refused)
         values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
         entries = [(Scalar(NOWHERE, key), _shown(value, block.get(key))) for key, value in values.items()]
@@ -219,7 +219,7 @@ class Reader:
 
 
 def _repeated(places: list[Place]) -> str:
-    """Return the message about a key that is at several places."""
+    """Return the message about a duplicate key."""
     if len(places) == 2:
         where = f", first on line {places[0].line}" if places[0].line else ""
         return f"appears twice{where}: remove one"

@@ -156,7 +156,7 @@ def allowed(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = Fal
     if _is_union(annotation):
         members = [*_members(annotation)]
         if float in members and int in members:
-            members.remove(int)  # where a float is allowed, so is an integer
+            members.remove(int)  # an integer is allowed wherever a float is allowed
         return ", or ".join(allowed(one, metadata, plural=plural) for one in members)
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))

@@ -1,6 +1,6 @@
 """The contexts of training and evaluation scripts.
 
-Each context object can be entered once. Contexts can be nested; an inner context shares the engine and rows of the
+Each context object can be entered once. Contexts can be nested. An inner context shares the engine and rows of the
 outermost one. If ``PERSIA_NATS_URL`` is not set, the rows are in this process and are dropped with the outermost
 context: save a checkpoint to keep them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
 

@@ -118,13 +118,13 @@ class BaseCtx:
         return LocalBackend(self._configuration, self._device)
 
     def _on_enter(self) -> None:
-        """Hook for subclasses: called on entry."""
+        """A hook for subclasses, called on entry."""
 
     def _on_exit(self) -> None:
-        """Hook for subclasses: called on exit."""
+        """A hook for subclasses, called on exit."""
 
     def _stop_if_requested(self, left_by: BaseException | None) -> None:
-        """Hook for subclasses: raise SystemExit if this process was asked to stop."""
+        """A hook for subclasses, which raises SystemExit if this process was asked to stop."""
 
     def _release(self, error: BaseException | None) -> None:
         contexts.stack.remove(self)
@@ -145,7 +145,7 @@ class BaseCtx:
         return self.common_context
 
     def comm_stats(self) -> dict[str, Any]:
-        """Return times of look-ups, pushes and waits for other ranks: see :meth:`persia.profile.comm.Comm.stats`."""
+        """Return times of look-ups, pushes and waits for ranks: see :meth:`persia.profile.comm.Comm.stats`."""
         return Comm(lambda: self.engine, lambda: getattr(self, "model", None)).stats()
 
     @property

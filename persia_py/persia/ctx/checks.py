@@ -29,13 +29,13 @@ def named_error(
     embeddings: list[torch.Tensor],
     model: torch.nn.Module,
 ) -> RuntimeError | TypeError:
-    """Return an error that names the tensors with a wrong dtype or device, if that is the cause; else ``error``.
+    """Return an error that names the tensors with a wrong dtype or device, or ``error`` if the cause is different.
 
     Args:
         error: The error of the model.
-        dense: The dense inputs that it was given.
-        names: Their names.
-        embeddings: The embeddings that it was given.
+        dense: The dense inputs of the model.
+        names: The names of the dense inputs.
+        embeddings: The embeddings of the model.
         model: The model.
     """
     if "device" in str(error) and (found := _devices(dense, names, embeddings, model)):
@@ -129,7 +129,7 @@ class LabelCheck:
 
 
 def _has_square(loss: torch.Tensor, output: torch.Tensor) -> bool:
-    """Return whether a tensor of shape ``[batch, batch]`` lies between an output and the loss."""
+    """Return whether the graph has a tensor of shape ``[batch, batch]`` between an output and the loss."""
     square, seen, waiting = (output.numel(), output.numel()), {output.grad_fn}, [loss.grad_fn]
     while waiting and len(seen) < _NODES:
         node = waiting.pop()

@@ -31,14 +31,13 @@ class DataCtx:
     """Sends the batches of one data-compose replica to the announced trainers.
 
     Batch ``n`` of the replica (from 0) goes to rank ``n mod world_size``. The end of the block ends the replica's data,
-    as do ``sys.exit(0)`` inside it and closing a generator around it. An exception that leaves the block is reported to
-    the trainers, which stop. When the trainers stop accepting batches, the block ends early without an error. If
-    ``PERSIA_NATS_URL`` is not set, the training script runs the data script in a thread, and batches stay in the
-    process.
+    as do ``sys.exit(0)`` inside the block and closing a generator around the block. An exception that leaves the block
+    is reported to the trainers, which stop. When the trainers stop accepting batches, the block ends early without an
+    error. If ``PERSIA_NATS_URL`` is not set, the training script runs the data script in a thread of its process.
 
-    A restarted script must send the same batches: the replica skips those that the trainers have already received, and
-    logs a warning if they differ. A script that can begin at any batch passes its position to :meth:`send_data`, and
-    begins at the one that :meth:`resume` returns.
+    A restarted script must send the same batches. The replica skips batches that the trainers have already received,
+    and logs a warning if they differ. A script that can begin at any batch passes its position to :meth:`send_data`,
+    and begins at the position that :meth:`resume` returns.
 
     Args:
         *args: Accepted for compatibility with PersiaML, without effect.
@@ -54,14 +53,14 @@ class DataCtx:
         self._begun = False  # whether the script has sent a batch, or has asked for its position
 
     def __enter__(self) -> Self:
-        """Connect to every trainer rank; wait until they run and request data.
+        """Connect to every trainer rank. Wait until they run and request data.
 
         Raises:
             AuthError: A trainer refuses the token.
             IncompatibleError: A trainer belongs to another job, has another version, or expects another number of
                 replicas.
-            UsageError: Another process already runs as this replica, or no training script runs this one in the
-                embedded mode.
+            UsageError: Another process already runs as this replica, or, in the embedded mode, no training script runs
+                this data script.
         """
         if self._sender is not None:
             raise UsageError("this DataCtx is already entered; enter it once, in one `with` block")
@@ -84,7 +83,7 @@ class DataCtx:
         def find() -> list[dict[str, str]]:
             try:
                 return services.trainers(discovery)
-            except UnreachableError:  # NATS is unreachable, which discovery logs; trainers may still appear
+            except UnreachableError:  # NATS is unreachable; discovery logs this, and trainers may still appear
                 return []
 
         sender = None
@@ -148,8 +147,8 @@ class DataCtx:
         """Return the position at which this script must begin, because the run is resumed or the script restarted.
 
         The first batch that the script sends afterwards must be the one that followed ``send_data(batch, position)``
-        with this position. At most a few batches before the point of interruption are made again; the trainers skip
-        them, and a warning is logged if they differ.
+        with this position. At most a few batches before the point of interruption are made again. The trainers skip
+        these batches, and a warning is logged if they differ.
 
         Returns:
             The position; empty if the script must begin at its first batch: in a new run, when the script had sent

@@ -33,15 +33,15 @@ class EmbeddingCtx(BaseCtx):
     """Looks up embeddings and runs the model on them.
 
     Args:
-        preprocess_mode: The purpose of look-ups, none of which changes rows. Look-ups for training read a missing row
-            as their push will insert it; others read it as zeros.
+        preprocess_mode: The purpose of look-ups. No look-up changes rows. For a missing row, look-ups for training
+            return the initial values with which the push will insert it. Other look-ups return zeros.
         model: Called as ``model(non_id_tensors, embedding_tensors)``; :meth:`forward` requires it.
         embedding_config: The configuration of new rows; None keeps that of the outer context, or the default.
         *args: Passed to :class:`BaseCtx`.
         **kwargs: Passed to :class:`BaseCtx`.
 
     Raises:
-        UsageError: ``embedding_config`` is an object of another class, such as the configuration of slots.
+        UsageError: ``embedding_config`` has another class, such as the class for the configuration of slots.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EmbeddingCtx(BaseCtx):
         """Use ``embedding_config`` for rows that are inserted from now on.
 
         Raises:
-            UsageError: The argument is not an embedding configuration, but for example that of slots.
+            UsageError: The argument is not an embedding configuration. For example, it is the configuration of slots.
         """
         check_rows(embedding_config, "configure_embedding_parameter_servers")
         self._backend.begin(config=embedding_config)
@@ -103,7 +103,7 @@ class EmbeddingCtx(BaseCtx):
     def evaluation_report(self) -> EvaluationReport:
         """The number of ids of this evaluation that have no row; empty in training.
 
-        It remains after the ``with`` block.
+        The number remains available after the ``with`` block.
         """
         return EvaluationReport() if self._evaluation is None else self._evaluation.report
 
@@ -113,12 +113,12 @@ class EmbeddingCtx(BaseCtx):
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
             A label of integers or bools that has the shape of a float output is converted to float32, or to float64 if
-            the output is. If it has values beyond 2^24 it is not converted, and a warning names it.
+            the output is float64. A label with values beyond 2^24 is not converted, and a warning names it.
 
         Raises:
-            DataError: The inputs of the batch differ from those that the model was trained on; the message names them.
+            DataError: The inputs of the batch differ from those that the model was trained on. The message names them.
             UsageError: The context has no model.
-            FeatureTypeError: The model does not accept the dtype of a dense input; the message names the input.
+            FeatureTypeError: The model does not accept the dtype of a dense input. The message names the input.
         """
         watchdog.progress()
         if self.model is None:
@@ -135,7 +135,7 @@ class EmbeddingCtx(BaseCtx):
         """Return the model's output for the tensors of a batch, or of some of its rows, and the labels."""
         assert self.model is not None  # noqa: S101 - forward has checked it
         places, training = self._arrange(batch, whole=True), self.preprocess_mode is PreprocessMode.TRAIN
-        try:  # an evaluation runs on one rank only, so it must not use a collective
+        try:  # an evaluation runs on one rank only, and must not use a collective
             with contextlib.ExitStack() as calls:
                 if training:
                     calls.enter_context(self._backend.collective())
@@ -156,18 +156,19 @@ class EmbeddingCtx(BaseCtx):
 
         Id features, and dense inputs and labels that have names, are found by name, so their order in the batch has no
         effect. Unnamed dense inputs and labels keep their positions. A batch that is only looked up may have only some
-        of the features; :meth:`forward` requires all.
+        of the features, but :meth:`forward` requires all.
 
         Returns:
-            Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, through which
-            gradients flow to the rows in training; a list of labels, or None for a batch without labels and in the mode
-            ``INFERENCE``. All tensors are on the context's device, ready on the stream that is current in PyTorch
-            during this call. A pooled feature is ``[batch, dim]``. A raw (sequence) feature is ``[batch,
-            sample_fixed_size, dim + 1]``: the rows of the sample's first ids, padded with zeros. The last column is 1
-            for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
+            Dense inputs ``[batch, ...]``, one tensor per id feature, and a list of labels. The tensors of id features
+            are float32 or ``embedding_dtype``, and gradients flow through them to the rows in training. Instead of the
+            labels, None is returned for a batch without labels and in the mode ``INFERENCE``. All tensors are on the
+            context's device, ready on the stream that is current in PyTorch during this call. A pooled feature is
+            ``[batch, dim]``. A raw (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the
+            sample's first ids, padded with zeros. The last column is 1 for an id and 0 for padding.
+            :func:`persia.utils.split_mask` splits this column off.
 
         Raises:
-            DataError: The inputs of a training batch differ from those of the first one; the message names them.
+            DataError: The inputs of a training batch differ from those of the first one. The message names them.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
@@ -195,7 +196,7 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> "_forward.TrainingBatch":
-        """Look up a batch outside any data loader; no row changes. ``device_id=None`` means the context's device."""
+        """Look up a batch outside any data loader. No row changes. ``device_id=None`` means the context's device."""
         return self._lookup(persia_batch.data, device_id)
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> "_forward.TrainingBatch":
@@ -218,7 +219,7 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode.
 
-        All earlier pushes of this rank are included. Inside a loop, pushes of other ranks may be missing.
+        The numbers include all earlier pushes of this rank. Inside a loop, pushes of other ranks may be missing.
         """
         self.engine.drain()
         return self.engine.server_rows()
@@ -243,7 +244,7 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Save rows and model as one checkpoint. ``dst_dir`` is replaced atomically.
 
-        With several ranks, rank 0 saves; on the others the call is optional and returns immediately.
+        With several ranks, rank 0 saves. On other ranks, the call is optional and returns immediately.
 
         Args:
             dst_dir: A directory, which is created if missing, or a URL such as ``s3://bucket/prefix/name``. A relative
@@ -256,7 +257,7 @@ class EmbeddingCtx(BaseCtx):
             with_jit_model: Whether to save the scripted model too.
 
         Raises:
-            StorageError: The checkpoint cannot be written; the previous content of ``dst_dir`` remains.
+            StorageError: The checkpoint cannot be written. The previous content of ``dst_dir`` remains.
             UsageError: With servers, ``PERSIA_CKPT_DIR`` is not set, ``dst_dir`` is not below it, or this process only
                 evaluates.
         """
@@ -274,7 +275,7 @@ class EmbeddingCtx(BaseCtx):
         self._write(save, blocking=blocking)
 
     def _begin_save(self, directory: Place) -> snapshot.Save:
-        """Return a save of the current rows, after any other save is complete."""
+        """Wait until any other save is complete, and return a save of the current rows."""
         self._backend.join_checkpoint_thread()
         return snapshot.Save(self.engine, directory, self._backend.trained_step)
 
@@ -294,15 +295,15 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Load rows and model. All files are verified before anything changes.
 
-        With several ranks, rank 0 loads the rows, and each rank that calls this loads its model; ranks do not wait for
-        each other.
+        With several ranks, rank 0 loads the rows, and each rank that calls this method loads its model. Ranks do not
+        wait for each other.
 
         Args:
-            src_dir: The checkpoint: a directory or a URL. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
-            map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
+            src_dir: The checkpoint: a directory or a URL. A relative path is below ``PERSIA_CKPT_DIR``, if that is set.
+            map_location: As in :func:`torch.load`, but None means the CPU. The model's tensors stay on their devices.
             dense_filename: The name of the file with the model's state dict. A checkpoint of an
-                :class:`~persia.nn.EmbeddingCollection` has no file of the default name; its ``model.pt`` is used
-                instead, which ``save(model=...)`` writes.
+                :class:`~persia.nn.EmbeddingCollection` has no file of the default name. Its ``model.pt``, which
+                ``save(model=...)`` writes, is used instead.
             blocking: Accepted for compatibility with PersiaML, without effect: the load is complete when this call
                 returns.
 
@@ -332,7 +333,7 @@ class EmbeddingCtx(BaseCtx):
         ``blocking`` has the same meaning as in :meth:`dump_checkpoint`.
 
         Raises:
-            StorageError: The checkpoint cannot be written; the previous content of ``dst_dir`` remains.
+            StorageError: The checkpoint cannot be written. The previous content of ``dst_dir`` remains.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
             UsageError: With servers, this process only evaluates.
         """
@@ -342,7 +343,7 @@ class EmbeddingCtx(BaseCtx):
             self._write(self._begin_save(self._backend.checkpoint_dir(dst_dir)), blocking=blocking)
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
-        """Replace the rows by those of a checkpoint; its dense files are ignored. With several ranks, rank 0 loads.
+        """Replace the rows by those of a checkpoint. Its dense files are ignored. With several ranks, rank 0 loads.
 
         Raises:
             CheckpointError: The directory has no checkpoint, the checkpoint is damaged (the message names the file), or
@@ -358,7 +359,7 @@ class EmbeddingCtx(BaseCtx):
         """Wait until the last dump is complete, including one with ``blocking=False``.
 
         Raises:
-            StorageError: The checkpoint could not be written; the previous content of its directory remains.
+            StorageError: The checkpoint could not be written. The previous content of its directory remains.
         """
         self._backend.finish_checkpoint()
 

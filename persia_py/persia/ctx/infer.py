@@ -39,7 +39,7 @@ class InferCtx(EmbeddingCtx):
 
     def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(PreprocessMode.INFERENCE, *args, **kwargs)
-        given: Any = embedding_worker_address_list  # a string would be read as a list of characters
+        given: Any = embedding_worker_address_list  # a string would be interpreted as a list of characters
         self._addresses = [] if isinstance(given, str) else ["".join(str(each).split()) for each in given]
         self._ended = False
         self._connecting = threading.RLock()  # threads of a serving process share this context
@@ -53,7 +53,7 @@ class InferCtx(EmbeddingCtx):
         """Wait until a middleware and all servers respond, and connect to the checkpoint that they currently serve.
 
         Raises:
-            UnreachableError: A process makes no progress for ``PERSIA_START_TIMEOUT`` seconds; the message names it.
+            UnreachableError: A process makes no progress for ``PERSIA_START_TIMEOUT`` seconds. The message names it.
             IncompatibleError: The servers serve no checkpoint, or different ones.
         """
         with self._connecting:
@@ -99,5 +99,5 @@ class InferCtx(EmbeddingCtx):
         return super()._backend
 
     def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:
-        del whole  # a request that lacks inputs of the model would give a wrong score
+        del whole  # an infer context always requires all inputs, because a request without some would get a wrong score
         return super()._arrange(batch, whole=True)

@@ -112,7 +112,7 @@ class StepCtx(EmbeddingCtx):
 
     @property
     def step(self) -> int:
-        """The number of the last batch that was trained on, from 1; a resumed run continues the count."""
+        """The number of the last batch that was trained on, from 1. A resumed run continues the count."""
         return self._backend.trained_step
 
     @property
@@ -125,7 +125,7 @@ class StepCtx(EmbeddingCtx):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
         """Like :meth:`EmbeddingCtx.prepare_features`.
 
-        Also counts a previous training batch without :meth:`backward`.
+        If the previous training batch had no :meth:`backward`, also count this omission.
         """
         before = self.current_batch
         if batch is not before:
@@ -146,9 +146,9 @@ class StepCtx(EmbeddingCtx):
                 output, labels = ctx.forward(part)
                 ctx.backward(loss_fn(output, labels[0]) * part.share)
 
-        Gradients are added up; the :meth:`backward` of the last part performs the step. With a mean loss, its gradients
-        are those of the whole batch, except for rounding, and each row is pushed once. Layers with random numbers, such
-        as dropout, draw different ones.
+        Gradients are added up, and the :meth:`backward` of the last part performs the step. With a mean loss, the
+        gradients are those of the whole batch, except for rounding, and each row is pushed once. Layers such as dropout
+        draw different random numbers.
 
         Args:
             batch: A batch of the training loop.
@@ -175,7 +175,7 @@ class StepCtx(EmbeddingCtx):
         """Run the model as in :class:`EmbeddingCtx`; ``batch`` may also be a part of :meth:`micro_batches`.
 
         Raises:
-            OutOfMemoryError: The model needs more memory than is available; the message lists the largest tensors.
+            OutOfMemoryError: The model needs more memory than is available. The message lists the largest tensors.
         """
         if not isinstance(batch, MicroBatch):
             if self._micro is not None:
@@ -191,7 +191,7 @@ class StepCtx(EmbeddingCtx):
 
         Raises:
             OutOfMemoryError: There is not enough memory for the weights. Other ranks may be waiting in this collective,
-                so it cannot be repeated.
+                so the step cannot be repeated.
         """
         watchdog.progress()
         with self._reporting_memory(batch), self._backend.collective(), flight.Call(flight.FORWARD, batch.step):
@@ -217,7 +217,7 @@ class StepCtx(EmbeddingCtx):
 
     def _drop_step(self) -> None:
         """Discard the rest of a step that the script, or an error, ended early."""
-        if self._micro is not None or self._outputs:  # also discards a whole batch without a backward pass
+        if self._micro is not None or self._outputs:  # outputs: also those of a whole batch without a backward pass
             self._micro = None
             drop_step(self.model)
         self._backward.begin()
@@ -252,9 +252,9 @@ class StepCtx(EmbeddingCtx):
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
         """Back-propagate, update the model, and push the embedding gradients.
 
-        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, on any rank. The message
-        names the first non-finite tensor in the order of the computation, with its sample and ids. It is logged, or
-        raised with ``nonfinite="raise"``.
+        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, on any rank. A message
+        names the first non-finite tensor in the order of the computation, with its sample and ids. The message is
+        logged, or raised as an error with ``nonfinite="raise"``.
 
         Args:
             loss: A scalar that depends on the last :meth:`forward`.
@@ -262,12 +262,12 @@ class StepCtx(EmbeddingCtx):
                 checked.
 
         Returns:
-            The back-propagated loss, detached; with mixed precision it is scaled.
+            The back-propagated loss, detached. With mixed precision, the loss is scaled.
 
         Raises:
             UsageError: :meth:`forward` was not called with a training batch.
             NonFiniteError: A tensor is not finite, or too many steps in a row were skipped.
-            OutOfMemoryError: The gradients need more memory than is available; the message lists the largest tensors.
+            OutOfMemoryError: The gradients need more memory than is available. The message lists the largest tensors.
         """
         del embedding_gradient_check_frequency
         watchdog.progress()
@@ -327,6 +327,6 @@ class StepCtx(EmbeddingCtx):
         """The norm of the gradient of the model's weights in the last step, before it is clipped.
 
         None before the first step, and if no weight has a gradient. The norm is NaN or infinity if a gradient has NaN
-        or infinity. On a device, reading it waits for the step.
+        or infinity. On a device, reading the norm waits for the step.
         """
         return None if self._backward.grad_norm is None else float(self._backward.grad_norm)

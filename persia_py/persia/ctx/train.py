@@ -57,9 +57,10 @@ class TrainCtx(StepCtx):
         grad_update_buffer_size: Accepted for compatibility, without effect: the staleness bounds the pushes in flight.
         lookup_emb_directly: Accepted for compatibility, without effect: a look-up always starts when its batch arrives.
         mixed_precision: Whether to scale the loss for float16, for dense and embedding gradients together. The model
-            itself calls ``torch.autocast``. Has no effect without a GPU, which is logged once, or with ``precision``.
-        distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
-            effect with one rank.
+            itself calls ``torch.autocast``. Without a GPU, this has no effect and is logged once. With ``precision``,
+            this has no effect.
+        distributed_option: How several ranks train the model: an option of :mod:`persia.distributed`. None means DDP.
+            The option has no effect with one rank.
         *args: As in :class:`EmbeddingCtx`, after its mode.
         checkpoints: Saves the run during training, and resumes it from the newest checkpoint after a restart. Must be
             the same on every rank.
@@ -69,7 +70,7 @@ class TrainCtx(StepCtx):
             and its outputs are converted to float32. ``fp16`` also scales the loss. None: autocast is left to the
             model.
         nonfinite: The reaction to NaN or infinity in the loss or a gradient. ``skip``: all ranks skip the step.
-            ``raise``: they end with NonFiniteError. In both cases model and rows do not change.
+            ``raise``: all ranks end with NonFiniteError. In both cases, model and rows do not change.
         clip_norm: The maximum norm of the gradient of the model's weights. None: gradients are not clipped.
         hooks: Additional hooks of the training loop, equal on all ranks: see :mod:`persia.loop.hooks`.
         **kwargs: Passed to :class:`EmbeddingCtx`.
@@ -192,7 +193,7 @@ class TrainCtx(StepCtx):
             self._autosave.exit_if_requested(left_by)
 
     def _unwrap(self) -> None:
-        """Return to the script's own model, after the last checkpoint, which gathers the shards of the wrapper."""
+        """Replace the wrapped model by the script's own model, after the last checkpoint, which gathers the shards."""
         if self._unwrapped is not None:
             if isinstance(self.model, ShardedModel):
                 self.model.release(self.dense_optimizer)
@@ -254,8 +255,8 @@ class TrainCtx(StepCtx):
                     ...
 
         A new run yields 0 to ``count - 1``. A resumed run begins with the interrupted epoch, whose training loop
-        continues after the last batch of the checkpoint. If that was the last batch of the epoch, the loop gets no
-        batch, and the code after the loop is run again. Collective: every rank must call it.
+        continues after the last batch of the checkpoint. If this batch was the last one of the epoch, the loop gets no
+        batch, and the code after the loop runs again. Collective: every rank must call this method.
 
         Args:
             count: The number of epochs of the whole run.
@@ -278,7 +279,8 @@ class TrainCtx(StepCtx):
     def gather_model(self) -> None:
         """With FSDP, gather the weights of all ranks so that rank 0 can evaluate or save; otherwise do nothing.
 
-        Every rank calls this after the same step. Automatic checkpoints and the end of a loop do this themselves.
+        Every rank calls this after the same step. Automatic checkpoints and the end of a loop gather the weights
+        themselves.
         """
         self._run_state.gather_model()
 
@@ -295,19 +297,19 @@ class TrainCtx(StepCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Save one consistent cut of the run: every push of the steps so far is applied, none is in flight.
+        """Save one consistent cut of the run: every push of the steps so far is applied, and no push is in flight.
 
         Rows with their optimizer state, the model, the dense optimizer, the random state and the data loader's
         position go into one checkpoint, which replaces the content of ``dst_dir`` atomically.
 
-        With several ranks, rank 0 saves; on the others the call is optional and returns immediately. Between two
-        training loops rank 0 waits until every rank has left the last one, so the checkpoint includes the pushes of all
-        ranks. Inside a loop the cut is after rank 0's own pushes; those of other ranks may be missing.
+        With several ranks, rank 0 saves. On other ranks, the call is optional and returns immediately. Between two
+        training loops, rank 0 waits until every rank has left the first loop, so the checkpoint includes the pushes of
+        all ranks. Inside a loop, the cut is after rank 0's own pushes, and pushes of other ranks may be missing.
 
         Args:
             dst_dir: A directory, which is created if missing, or a URL such as ``s3://bucket/prefix/name``, to which
-                this process and every server write. A relative path is below ``PERSIA_CKPT_DIR``, if that is set; with
-                servers, an absolute path must be below it too.
+                this process and every server write. A relative path is below ``PERSIA_CKPT_DIR``, if that is set. With
+                servers, an absolute path must also be below it.
             dense_model_filename: The name of the file with the model's state dict.
             jit_dense_model_filename: The name of the file with the scripted model.
             opt_filename: The name of the file with the dense optimizer's state dict.
@@ -317,7 +319,7 @@ class TrainCtx(StepCtx):
             with_jit_model: Whether to save the scripted model too.
 
         Raises:
-            StorageError: The checkpoint cannot be written; the previous content of ``dst_dir`` remains.
+            StorageError: The checkpoint cannot be written. The previous content of ``dst_dir`` remains.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
         """
         if not self._backend.is_rank_0:
@@ -332,9 +334,8 @@ class TrainCtx(StepCtx):
     def save_run(self) -> None:
         """Save the run now, as ``checkpoints`` does at its interval.
 
-        Return when the checkpoint is written or abandoned.
-
-        Every rank calls this after the same step: between two steps, or after a loop that the script has left early.
+        The call returns when the checkpoint is written or abandoned. Every rank calls this method after the same step,
+        between two steps or after a loop that the script has left early.
 
         Raises:
             UsageError: The context has no ``checkpoints``.
@@ -356,12 +357,12 @@ class TrainCtx(StepCtx):
         The next data loader starts after the last batch that the checkpoint contains. In a context with
         ``checkpoints``, the objects in their ``state`` are also loaded, if ``checkpoints`` wrote the checkpoint.
 
-        With several ranks, rank 0 loads; on the others the call is optional and returns immediately. The other ranks
+        With several ranks, rank 0 loads. On other ranks, the call is optional and returns immediately. These ranks
         receive model, optimizer and data position from rank 0 when the next training loop starts.
 
         Args:
-            src_dir: The checkpoint: a directory or a URL. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
-            map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
+            src_dir: The checkpoint: a directory or a URL. A relative path is below ``PERSIA_CKPT_DIR``, if that is set.
+            map_location: As in :func:`torch.load`, but None means the CPU. The model's tensors stay on their devices.
             dense_model_filename: The name of the file with the model's state dict.
             opt_filename: The name of the file with the dense optimizer's state dict.
             blocking: Accepted for compatibility with PersiaML, without effect: the load is complete when this call

@@ -25,8 +25,8 @@ _logger = get_logger("data")
 class DataLoader:
     """Iterates over batches whose embeddings are looked up in advance.
 
-    Inside a :class:`persia.ctx.TrainCtx` the look-ups of coming batches overlap the dense step and the pushes of past
-    ones; inside :func:`persia.ctx.eval_ctx` they change nothing.
+    Inside a :class:`persia.ctx.TrainCtx`, the look-ups of coming batches overlap the dense step and the pushes of
+    earlier batches. Inside :func:`persia.ctx.eval_ctx`, look-ups change nothing.
 
     Args:
         dataset: The source of batches.
@@ -84,7 +84,7 @@ class DataLoader:
         self._dataset, self._source = dataset, Source(dataset)
 
     def __iter__(self) -> Iterator[TrainingBatch]:
-        """Iterate one pass over the data set."""
+        """Make one pass over the data set."""
         context = cnt_ctx()
         if not isinstance(context, EmbeddingCtx):
             raise UsageError(

@@ -14,12 +14,12 @@ __all__ = ["Cursor", "IterableDataset", "Stateful"]
 class IterableDataset(ABC):
     """A data set defined by iteration.
 
-    A subclass defines ``__iter__``, which yields :class:`PersiaBatch`. If it also has ``state_dict()`` and
-    ``load_state_dict(state)`` (torch's convention for stateful loaders; the state is JSON: numbers, strings, lists,
-    dicts), a resumed run continues after the last trained batch; otherwise that many batches are read and skipped,
-    which needs the same order in every run.
+    A subclass defines ``__iter__``, which yields :class:`PersiaBatch`. It may also have ``state_dict()`` and
+    ``load_state_dict(state)``, as torch's stateful loaders. The state is JSON: numbers, strings, lists, dicts. A
+    resumed run then continues after the last trained batch. Without these methods, a resumed run reads and skips all
+    batches that were trained on. This requires the same order in every run.
 
-    With several ranks each rank iterates its own data set.
+    With several ranks, each rank iterates over its own data set.
 
     Args:
         buffer_size: The number of batches that are read ahead of training.

@@ -20,7 +20,7 @@ from persia.runtime.settings import settings
 _logger = get_logger("data")
 
 _AHEAD = 64
-"""The maximum number of batches beyond the buffer by which look-ups may be ahead of training: the largest staleness."""
+"""The maximum number of batches beyond the buffer that may be looked up ahead of training: the largest staleness."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ class StreamingDataset(IterableDataset):
     data script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` next to the main script)
     runs in a thread of this process.
 
-    A training context has one stream: a loop continues where the previous one ended early; after the last batch every
-    loop is empty.
+    A training context has one stream. If a loop ends early, the next loop continues at this position. After the last
+    batch, every loop is empty.
 
     Args:
-        buffer_size: The maximum number of waiting batches for each replica; a replica that is further ahead waits in
-            ``send_data``.
+        buffer_size: The maximum number of waiting batches for each replica; if that many batches are waiting,
+            ``send_data`` blocks.
         transform: The transform that makes batches from rows. The built-in data-compose of a ``persia.yml`` receives it
-            from this data set. Must be the same on all ranks.
+            from this data set. It must be the same on all ranks.
     """
 
     def __init__(self, buffer_size: int = 10, transform: Transform | None = None) -> None:
@@ -62,10 +62,10 @@ class StreamingDataset(IterableDataset):
         self._trained: list[int] = []  # the number of batches that were trained on
         self._state: list[int] = []  # the number of batches that were yielded
         self._rounds = RoundRecords()  # the records of the batches that were taken
-        # the digests of the batches that were trained on, as a checkpoint saves them
+        # The digests of the batches that were trained on, in the form of a checkpoint.
         self._replay_digests: dict[str, Any] | None = None
         self._drop = 0
-        # batches that were yielded, but not trained on
+        # Batches that were yielded, but not trained on.
         self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)
         self._again: deque[_Taken] = deque()  # batches that will be yielded again
 
@@ -168,7 +168,7 @@ class StreamingDataset(IterableDataset):
             completed: Whether the loop ran to its end. If it ended early, batches that were neither trained on nor
                 evaluated are yielded again.
         """
-        self._stop = threading.Event()  # a thread of the previous loop may still be running; it keeps the old event
+        self._stop = threading.Event()  # a thread of the previous loop may still use the old event
         if completed:
             self._held.clear()
             return

@@ -22,8 +22,8 @@ _CHUNK = 1 << 17
 _FACTORS = 4
 _BINS = 1 << 18
 _DOMAIN = 0x7465616368657273
-"""The seed of a second hash for random numbers, so that labels do not correlate with a split that hashes rows or
-ids."""
+"""The seed of a second hash for random numbers. With this hash, labels do not correlate with a split that hashes rows
+or ids."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class _Quality:
 
     @property
     def auc(self) -> float:
-        """The AUC; within a bin half of the pairs count as ordered. NaN if all labels are equal."""
+        """The AUC; within a bin, half of the pairs count as ordered. NaN if all labels are equal."""
         positives, negatives = self._bins
         pairs = float(positives.sum() * negatives.sum())
         below = np.concatenate([[0.0], np.cumsum(negatives)[:-1]])

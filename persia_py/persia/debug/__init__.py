@@ -1,9 +1,9 @@
-"""Debug a run of several ranks: breakpoints on one rank, digests of tensors, stacks, and errors at their place.
+"""Debug a run of several ranks: breakpoints on one rank, digests of tensors, stacks, and post-mortems of errors.
 
 * :mod:`persia.debug.breakpoint`: ``breakpoint_()`` and ``clear_()``
 * :mod:`persia.debug.gate`: the state of breakpoints that ranks share
 * :mod:`persia.debug.debugger`, :mod:`persia.debug.terminal`: pdb, and the terminal that it uses
-* :mod:`persia.debug.watcher`: the behaviour of a rank while another one is stopped
+* :mod:`persia.debug.watcher`: the behavior of a rank while another rank is stopped
 * :mod:`persia.debug.examiner`: a post-mortem of a failing rank
 * :mod:`persia.debug.process_groups`: the time limits of torch
 * :mod:`persia.debug.ranks`, :mod:`persia.debug.attach`: the running ranks of this host, their stacks, and debugpy

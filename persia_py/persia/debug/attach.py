@@ -46,7 +46,7 @@ class Requests:
         self._thread: threading.Thread | None = None
 
     def look(self) -> None:
-        """Serve a request, if one exists. While debugpy waits for an editor, another request extends the wait."""
+        """Serve a request, if there is one. While debugpy waits for an editor, another request extends the wait."""
         path = ranks.own_path(".attach")
         if path is None or not path.exists():
             return
@@ -66,7 +66,7 @@ class Requests:
         except ImportError:
             _answer({"error": "debugpy is not installed in the environment of the rank", "next": _MISSING})
             return
-        for thread in threading.enumerate():  # an editor that stops the script must not stop the heartbeat
+        for thread in threading.enumerate():  # an editor that stops the script must not stop heartbeats
             if thread.name.startswith("persia"):
                 thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # debugpy reads it
         try:
@@ -107,7 +107,7 @@ def ask(entry: Rank, port: int, timeout_s: float) -> int:
 
     Raises:
         UnreachableError: The rank does not respond.
-        UsageError: debugpy is not installed there, or cannot listen.
+        UsageError: debugpy is not installed in the rank's environment, or cannot listen.
     """
     _answer_of(entry.pid).unlink(missing_ok=True)
     request = json.dumps({"port": port, "timeout": timeout_s}).encode()

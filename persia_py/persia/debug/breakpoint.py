@@ -27,9 +27,9 @@ from persia.runtime.waits import REMIND_S
 
 _POLL_S = 0.05
 _ENDED_S = 3.0
-"""Seconds that a rank waits at most for the other ranks to acknowledge the end of all ranks."""
+"""The maximum number of seconds that a rank waits until the other ranks acknowledge the end of all ranks."""
 _KEPT = 64
-"""The number of recent calls whose locations the other ranks can compare with their own."""
+"""The number of recent calls whose locations other ranks can compare with the locations of their calls."""
 _ENDED = 1 << 60
 """The call count that a rank reports after it has ended."""
 
@@ -58,7 +58,7 @@ class Stop:
 class Session:
     """The debugging session of this rank.
 
-    A process has one: from its first breakpoint on, or from the start of ``persia debug run``.
+    A process has one session, from its first breakpoint on or, with ``persia debug run``, from its start.
 
     Attributes:
         rank: This rank.
@@ -86,7 +86,7 @@ class Session:
         self.place()
 
     def place(self) -> None:
-        """Determine the rank of this process, and where the ranks share records.
+        """Determine the rank of this process, and the gate through which the ranks share records.
 
         Raises:
             UsageError: ``RANK_TO_DEBUG`` is not the number of a rank.
@@ -161,7 +161,7 @@ class Session:
     def prompting(self, frame: FrameType | None) -> Iterator[None]:
         """Enclose a prompt. The clocks of time limits stop on all ranks until :meth:`continues`."""
         if self._terminal is None and (descriptor := terminal.find()) is not None:
-            self.use_terminal(descriptor)  # one of pdb's own breakpoints, after c
+            self.use_terminal(descriptor)  # the prompt of a breakpoint of pdb, after c
         if frame is not None:
             self._publish(stopped=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         clock.stop("prompt")
@@ -179,7 +179,7 @@ class Session:
     def edited(self, attached: bool) -> None:
         """Record whether an editor is attached, which may stop this rank.
 
-        Clocks are stopped as long as it is attached.
+        Clocks are stopped as long as an editor is attached.
         """
         self._edited = attached
         (clock.stop if attached else clock.go)("editor")
@@ -236,7 +236,7 @@ class Session:
             self._publish()
 
     def quit(self) -> None:
-        """End all ranks, this one last, with exit code 130."""
+        """End all ranks with exit code 130. This rank ends last."""
         sys.stdout.write(f"rank {self.rank} ends all ranks\n")
         sys.stdout.flush()
         self.gate.put("abort", {"rank": self.rank})
@@ -251,7 +251,7 @@ class Session:
         os._exit(ExitCode.INTERRUPTED)
 
     def end(self) -> None:
-        """Record the end of this process, so that no rank waits for it any longer."""
+        """Record the end of this process, so that no rank continues to wait for it."""
         watcher.stop()
         if self.rank == self.debug_rank and self._calls:
             self._stop = None
@@ -289,7 +289,7 @@ class Session:
             self._check_site(record, call, site)
 
     def _record(self) -> Record | None:
-        """Return the record of the debugged rank. A rank that has ended counts as having passed all calls."""
+        """Return the record of the debugged rank. A rank that has ended counts as a rank that has passed all calls."""
         record = self.gate.get(f"rank-{self.debug_rank}")
         if record is not None and not self.gate.is_alive(record):
             record["passed"] = _ENDED
@@ -351,7 +351,8 @@ def breakpoint_(non_block: bool = True, *, when: object = True) -> None:
 
     Args:
         non_block: If True, the other ranks continue until they need the stopped rank. If False, they wait at this call
-            until ``clear_()``, until the calling function returns, or until ``c`` if pdb has no breakpoint of its own.
+            until ``clear_()`` is called, until the calling function returns, or until ``c`` is entered while pdb has no
+            other breakpoint.
         when: A condition, which is evaluated on the debugged rank only. If it is false, no rank stops.
 
     Raises:

@@ -27,7 +27,7 @@ class Difference:
         step: The step of the difference.
         name: The name of the tensor.
         a: MD5 and norm in the first file; None if the file lacks the tensor.
-        b: MD5 and norm in the second file, likewise.
+        b: MD5 and norm in the second file; None if the file lacks the tensor.
     """
 
     rank: str
@@ -52,8 +52,8 @@ class Compared:
         ranks: The ranks that were compared.
         shared_only: Whether two different ranks were compared; in that case only tensors that must be equal on all
             ranks are compared.
-        unmatched: The number of steps that were not compared, because only one of the two has them; of several ranks,
-            the largest number.
+        unmatched: The number of steps that were not compared, because only one of the two has them. If several ranks
+            were compared, this is the largest number of a rank.
     """
 
     first: Difference | None
@@ -69,7 +69,7 @@ def diff(a: Path, b: Path) -> Compared:
     Raises:
         DataError: A file is not a file of digests.
         StorageError: A file cannot be read.
-        UsageError: A path does not exist, or the two have nothing in common.
+        UsageError: A path does not exist, or the two have no digest in common.
     """
     pairs = _pairs(a, b)
     firsts: list[Difference] = []

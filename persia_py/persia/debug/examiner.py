@@ -1,4 +1,4 @@
-"""A post-mortem: the rank that fails first stops at its error before the other ranks learn of the failure."""
+"""A post-mortem: the rank that fails first stops at its error before the other ranks are notified of the failure."""
 
 import sys
 import traceback
@@ -24,7 +24,7 @@ class Examiner:
         self._seen: BaseException | None = None
 
     def __call__(self, error: BaseException) -> None:
-        """Prompt, unless the error was examined before, or follows from that of another rank."""
+        """Prompt, unless the error was examined before, or was caused by the failure of another rank."""
         session = self._session
         if error is self._seen or error.__traceback__ is None:
             return

@@ -1,8 +1,8 @@
 """The state of breakpoints that the ranks of a run share: small records, in files on one host or in torch's store.
 
 The debugged rank writes ``rank-R``: how many calls of ``breakpoint_`` it has passed, and where it is stopped. The other
-ranks read this record. While a breakpoint is open there is also the record ``N``, on one host the file
-``debug_counter_RUN_N.txt`` in :func:`folder`; the user may remove it to let the other ranks continue.
+ranks read this record. While a breakpoint is open, there is also the record ``N``. On one host, it is the file
+``debug_counter_RUN_N.txt`` in :func:`folder`. The user may remove this file to let the other ranks continue.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def run_name(environment: Mapping[str, str] = os.environ) -> str:
     """Return a name that all ranks of a run on this host share, and no other run has.
 
     The launcher sets the name. Otherwise it is derived from the process that started the ranks, and its number of
-    restarts. A process without a launcher is a run of its own.
+    restarts. A process without a launcher is a separate run.
     """
     if name := environment.get(RUN):
         return name
@@ -79,7 +79,7 @@ def run_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class RankSession(Protocol):
-    """The debugging session of a rank, as other threads of its process see it.
+    """The part of a rank's debugging session that other threads of its process use.
 
     Attributes:
         rank: This rank.

@@ -14,7 +14,7 @@ LIMIT = timedelta(days=1)
 
 
 def extend() -> None:
-    """Extend the time-out of all process groups to a day. Every rank of a group calls this."""
+    """Extend the timeout of all process groups to a day. Every rank of a group calls this."""
     if distributed.is_available() and distributed.is_initialized():
         set_timeout: Callable[..., None] = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
         for group in list(c10d._world.pg_map):
@@ -22,7 +22,7 @@ def extend() -> None:
 
 
 def extend_new() -> None:
-    """Set the time-out of each process group created from now on to a day, regardless of the script's time-out."""
+    """Set the timeout of each process group that is created later to a day, regardless of the script's timeout."""
     if distributed.is_available():
         for name in ("init_process_group", "new_group"):
             patient = _patient(getattr(c10d, name))

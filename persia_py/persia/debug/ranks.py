@@ -3,9 +3,9 @@
 A rank registers when a launcher of persia starts it, or at its first breakpoint. A crash (SIGSEGV, SIGABRT, SIGBUS,
 SIGFPE, SIGILL) prints the stacks to standard error.
 
-A thread of the rank prints the stacks while it holds the GIL, so no other thread changes them. Printing them in the
-handler of a signal instead can end the process by SIGSEGV, because other threads run Python code meanwhile. Therefore
-SIGUSR1 is sent only to a rank whose thread does not respond, because native code holds the GIL.
+A thread of the rank prints the stacks while it holds the GIL, so no other thread changes them. If a signal handler
+printed them, the process could end by SIGSEGV, because other threads run Python code at the same time. Therefore
+SIGUSR1 is sent only to a rank whose thread does not respond because native code holds the GIL.
 """
 
 import atexit
@@ -55,7 +55,7 @@ class Rank:
         started: The start time of the process, in seconds since 1970, because process ids are reused.
         rank: The number of the rank.
         world_size: The number of ranks of its run.
-        job: The name of its job; empty without servers, and if it is unknown.
+        job: The name of its job; empty without servers, or if the name is unknown.
         script: Its command line, without the interpreter.
         folder: Its working directory.
         registered: Whether it prints its stacks on request. Otherwise it was found by its environment variables, and
@@ -137,7 +137,7 @@ def register(rank: int, world_size: int) -> None:
 
 
 def _pipe(path: Path) -> int:
-    """Create a named pipe and open it. Reading waits for a writer, because the pipe is open for writing, too."""
+    """Create a named pipe, and open it for reading and writing, so that reads wait for requests."""
     path.unlink(missing_ok=True)
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR)

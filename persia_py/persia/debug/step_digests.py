@@ -17,8 +17,9 @@ def digest(tensor: torch.Tensor | str) -> str:
     """Return the MD5 of a tensor's bytes, as 32 hexadecimal digits.
 
     Args:
-        tensor: A tensor; or the name of one, as in the files of ``PERSIA_DIGEST`` (``loss``, ``lookup/SLOT``), whose
-            digest is that of the last recorded step; or the name of a variable of the caller.
+        tensor: A tensor, the name of a tensor, or the name of a variable of the caller. The name of a tensor is one in
+            the files of ``PERSIA_DIGEST``, such as ``loss`` or ``lookup/SLOT``. Its digest is that of the last recorded
+            step.
 
     Raises:
         UsageError: The tensor does not exist.

@@ -134,7 +134,7 @@ def _max_ulp(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return integers in the order of the floats; neighbouring floats differ by one (both zeros are 0)."""
+    """Return integers in the order of the floats; adjacent floats differ by one (both zeros are 0)."""
     bits = tensor.contiguous().view(_BITS[tensor.dtype]).to(torch.int64)
     least = torch.iinfo(_BITS[tensor.dtype]).min
     return torch.where(bits < 0, least - bits, bits)

@@ -1,6 +1,6 @@
 """The terminal of the debugger: during a prompt, descriptors 0 and 1 are the terminal, even if they are redirected.
 
-Python edits lines, with the arrow keys and a history, only on these two descriptors.
+Python's line editing, with arrow keys and history, requires these two descriptors.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ VARIABLE = "PERSIA_DEBUG_TTY"
 def find() -> int | None:
     """Return a descriptor of the terminal of this process; None if it has no terminal.
 
-    A process that its shell runs in the background has no terminal: reading from it would stop the process.
+    A process that its shell runs in the background counts as one without a terminal, because reading from the terminal
+    would stop it.
     """
     for path in (os.environ.get(VARIABLE), "/dev/tty"):
         if path:
@@ -34,7 +35,7 @@ def _usable(descriptor: int) -> bool:
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # a terminal of another session does not stop readers
+    except OSError:  # reading from a terminal of another session does not stop a process
         return True
 
 

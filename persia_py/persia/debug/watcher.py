@@ -1,4 +1,7 @@
-"""Pauses the time limits of a rank while another one is stopped, logs the wait, and ends if that rank ends all (q)."""
+"""Pauses the time limits of a rank while another rank is stopped.
+
+It also logs the wait, and ends the rank if the user ends all ranks (q).
+"""
 
 import os
 import sys
@@ -32,7 +35,7 @@ def start(session: RankSession) -> None:
 
 
 def stop() -> None:
-    """End the thread. If it were inside torch's store when the interpreter exits, the process would abort."""
+    """End the thread. The process would abort if the thread were inside torch's store when the interpreter exits."""
     while _running:
         _running.pop().stop()
 
@@ -56,7 +59,7 @@ class _Watcher:
         while not self._end.wait(_POLL_S):
             try:
                 self._look(self._session.gate)
-            except RuntimeError as error:  # an error of torch's store, whose server is rank 0
+            except RuntimeError as error:  # an error of torch's store, which rank 0 serves
                 clock.go(_NAME)
                 _logger.debug("the ranks no longer share breakpoints: %s", error)
                 return
@@ -84,9 +87,9 @@ class _Watcher:
             self._said = self._say_permits(*stopped[:2])
 
     def _find(self, gate: Gate) -> tuple[int, str, int] | None:
-        """Return a stopped rank, its place, and how often it has continued, because a place may be met again.
+        """Return a stopped rank, its place, and how often it has continued, because it may stop at a place repeatedly.
 
-        None if no other rank is stopped.
+        Return None if no other rank is stopped.
         """
         for rank in range(self._session.world_size):
             if rank != self._session.rank:

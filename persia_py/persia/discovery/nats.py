@@ -49,7 +49,7 @@ class Service:
     Attributes:
         kind: ``persia-server``, ``persia-middleware``, ``persia-trainer`` or ``persia-data``.
         id: Its id on NATS, which is new at every start.
-        metadata: Its metadata; all values are text.
+        metadata: Its metadata. All values are text.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Service:
 
 
 def status_command() -> str:
-    """Return the form of ``persia status`` that reaches the processes of the job from here, for a message."""
+    """Return, for a message, the ``persia status`` command that reaches the processes of the job from this process."""
     has_stack = Path("docker-compose.yaml").is_file()
     return "persia status" if in_container() or settings.nats_url or not has_stack else _STATUS_IN_CONTAINER
 
@@ -137,7 +137,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
 
 
 def _next(error: Exception, host: str) -> str:
-    """Return the next step; outside a container, for a stack of docker compose, the form that works."""
+    """Return the next step. For a stack of docker compose, it is the command that works outside a container."""
     if in_container():
         return _NEXT
     if isinstance(error, socket.gaierror) and "." not in host:
@@ -151,7 +151,7 @@ def _check_listens(target: str) -> None:
     """Connect once, because the library does not close the socket of a connection that fails.
 
     Raises:
-        OSError: Nothing listens there.
+        OSError: Nothing listens at the address.
     """
     parts = urlsplit(target)
     with socket.socket() as once:  # the library uses IPv4 only
@@ -160,10 +160,10 @@ def _check_listens(target: str) -> None:
 
 
 def _close(client: NATSClient) -> None:
-    """Close a client, also one that never connected, or whose connection NATS has closed."""
+    """Close a client. It may never have connected, or NATS may have closed its connection."""
     with contextlib.suppress(OSError, AttributeError):
         client.close()
-    for name in ("_socket_file", "_socket"):  # what the library leaves open if NATS has closed the connection
+    for name in ("_socket_file", "_socket"):  # the library leaves these open if NATS has closed the connection
         if (left := getattr(client, name, None)) is not None:
             left.close()
 

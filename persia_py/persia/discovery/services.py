@@ -24,8 +24,8 @@ _ASK_S = 2.0
 def get_embedding_worker_services() -> list[str]:
     """Return the addresses of middlewares.
 
-    If ``EMBEDDING_WORKER_SERVICE`` is set, these are its comma-separated addresses. Otherwise they are those of this
-    job, sorted by index; without ``PERSIA_NATS_URL``, PersiaML's default.
+    If ``EMBEDDING_WORKER_SERVICE`` is set, return its comma-separated addresses. Otherwise, return the addresses of
+    this job, sorted by index. If ``PERSIA_NATS_URL`` is not set, return PersiaML's default.
 
     Raises:
         UnreachableError: NATS does not respond.
@@ -63,7 +63,7 @@ def wait_connected(discovery: Discovery, limit_s: float) -> None:
     """Wait until NATS responds.
 
     Raises:
-        UnreachableError: NATS does not respond within ``limit_s`` seconds; the hint says how to train without it.
+        UnreachableError: NATS does not respond within ``limit_s`` seconds. The hint says how to train without it.
         AuthError: NATS refuses the token.
     """
     try:

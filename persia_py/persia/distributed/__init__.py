@@ -3,7 +3,7 @@
 * :mod:`persia.distributed.options`: the options of training the dense part on several ranks
 * :mod:`persia.distributed.averaging`: averaging of dense gradients in regions, and their compression
 * :mod:`persia.distributed.sharded`, :mod:`persia.distributed.wrapped`: a model that is sharded over ranks, and the
-  whole model behind each wrapper
+  access to the model inside each wrapper
 * :mod:`persia.distributed.run`: the role of this process in its run; the end and summary of the run
 * :mod:`persia.distributed.rendezvous`, :mod:`persia.distributed.handshake`: how ranks find and admit each other
 * :mod:`persia.distributed.control_plane`: agreements between ranks and detection of lost ranks, over one

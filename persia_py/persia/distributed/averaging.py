@@ -94,8 +94,8 @@ def check_regions(regions: Mapping[str, Sequence[int]], world_size: int) -> None
 class Averaging(ABC):
     """A communication hook of DistributedDataParallel.
 
-    The hook returns after the bucket is averaged. A gloo collective that continued in another thread could be paired
-    with that of another bucket on another rank.
+    The hook returns after the bucket is averaged. If a gloo collective continued in another thread, it could be paired
+    with the collective of another bucket on another rank.
 
     Attributes:
         bytes: The number of bytes sent so far.
@@ -186,7 +186,7 @@ class Summed(Averaging):
         return gradients.copy_(sent)
 
     def _in_levels(self, sent: torch.Tensor) -> None:
-        """Sum in the region, then over the regions. The first rank of a region sends the result to the others."""
+        """Sum in the region, then over the regions. The first rank of a region sends the result to its other ranks."""
         torch_distributed.reduce(sent, self._leader, group=self._own)
         if self._leaders is not None:
             torch_distributed.all_reduce(sent, group=self._leaders)
@@ -214,7 +214,7 @@ class PowerSGD(Averaging):
             start_powerSGD_iter=compression.start_iter,
             orthogonalization_epsilon=_EPSILON,
         )
-        self._errors: dict[int, torch.Tensor] | None = None  # the state before the step that is not settled yet
+        self._errors: dict[int, torch.Tensor] | None = None  # the errors before the step that is not settled yet
         self._scale = 1.0  # the loss scale with which the errors were computed
 
     def rescale(self, scale: float) -> None:
@@ -243,8 +243,8 @@ class PowerSGD(Averaging):
     def settle(self, *, applied: bool) -> None:
         """Keep the errors of the last step, or discard them if it was not applied.
 
-        The thin matrices may contain NaN from a step that was not applied. They are initialized again with equal random
-        values on all ranks.
+        The low-rank matrices may contain NaN from a step that was not applied. They are then initialized again, with
+        equal random values on all ranks.
         """
         errors, self._errors = self._errors, None
         if not applied and errors is not None:
@@ -253,7 +253,7 @@ class PowerSGD(Averaging):
             self._state.q_memory_dict.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step count, errors with their loss scale, thin matrices and random state of this rank, on the CPU."""
+        """Return step count, errors with loss scale, low-rank matrices and random state of this rank, on the CPU."""
         state, compression = self._state, self._compression
         name, keys, position, has_gauss, cached = state.rng.get_state(legacy=True)
         return {
@@ -269,9 +269,9 @@ class PowerSGD(Averaging):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore a state that :meth:`state_dict` returned.
 
-        A state of a different matrix rank, or of a different number of ranks, is dropped with a warning.
+        A state with a different matrix rank or a different number of ranks is dropped with a warning.
 
-        All ranks have states of the same kind, so all of them drop theirs.
+        The states of all ranks have equal properties, so either all ranks or none drop their states.
         """
         own, kind = self._state, [POWERSGD, self._compression.rank, torch_distributed.get_world_size()]
         own.error_dict, own.p_memory_dict, own.q_memory_dict, own.iter = {}, {}, {}, 0
@@ -297,7 +297,7 @@ class PowerSGD(Averaging):
 
 
 def _copies(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies on the CPU, so that the cut of a checkpoint needs no memory on the device."""
+    """Return copies on the CPU, because the cut of a checkpoint must not need memory on the device."""
     return {bucket: each.to("cpu", copy=True) for bucket, each in tensors.items()}
 
 
@@ -350,7 +350,7 @@ def check_together(
     """Check that regions, compression and the options of DistributedDataParallel can be combined.
 
     Raises:
-        UsageError: They cannot be combined.
+        UsageError: The options cannot be combined.
     """
     if compression is None or compression.name != POWERSGD:
         return

@@ -30,14 +30,14 @@ _ALIVE_S = 2.0
 SILENCE_S = 120.0
 """Seconds without a message after which a rank counts as lost, for example because it is frozen or has no network.
 
-A shorter ``PERSIA_HANG_TIMEOUT`` also applies here.
+If ``PERSIA_HANG_TIMEOUT`` is shorter, it is the limit.
 """
 _LEAST_SILENCE_S = 10.0
-"""The minimum of this limit, because a busy rank may be silent for some seconds."""
+"""The minimum of the limit for silent ranks, because a busy rank may be silent for some seconds."""
 _GATHER_S = 4.0
-"""Seconds that ranks have to report where they are, after one of them hangs."""
+"""The number of seconds that ranks have to report their positions, after one of them hangs."""
 _VERDICT_S = 6.0
-"""Seconds that rank 0 has to report which rank lags."""
+"""The number of seconds that rank 0 has to report which rank lags."""
 _GRACE_S = 15.0
 """Seconds that the training loop has to notice a lost rank, before this process is ended."""
 _ENDED_S = 5.0
@@ -52,12 +52,13 @@ _NOTICED_S = 3.0
 class Peers:
     """The connections of this rank to the other ranks, and their known states.
 
-    Created by :func:`persia.distributed.handshake.host` on rank 0, and by ``join`` of the same module on the others.
+    :func:`persia.distributed.handshake.host` creates the object on rank 0, and ``join`` of the same module on other
+    ranks.
 
     Args:
         rank: This rank.
         world_size: The number of ranks.
-        links: On rank 0, a connection to each other rank; on the others, the connection to rank 0.
+        links: On rank 0, a connection to each other rank; on the other ranks, the connection to rank 0.
 
     Attributes:
         loops: The number of training loops that this rank has begun, in all contexts of its process; for :meth:`note`.
@@ -80,7 +81,7 @@ class Peers:
         self._left: set[int] = set()
         self._ended: dict[int, int] = {}  # the step at which the script of a rank ended with exit code 0
         self._collective_since: float | None = None
-        self._reminded = 0.0  # when the log last named the ranks for which a collective waits
+        self._reminded = 0.0  # the time at which the log last named the ranks that lag
         self._positions = lag.Positions(rank, links)
         self._held = Held(rank, links)
         self._closed = False
@@ -153,7 +154,7 @@ class Peers:
     def in_collective(self) -> Iterator[None]:
         """Enclose a collective of torch, or a forward or backward pass that contains one.
 
-        Inside, this rank may wait ``limit_s`` for other ranks; its own computation has no limit. Without the limit it
+        In the block, this rank may wait ``limit_s`` for other ranks; its computation has no limit. Without the limit it
         would wait forever for a rank that has ended.
         """
         self._collective_since = clock.now()
@@ -165,7 +166,7 @@ class Peers:
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
         """Return the values of all ranks before the run ends.
 
-        A rank that waits in another all-gather receives SystemExit there, and then calls this.
+        A rank that waits in another all-gather receives SystemExit there, and then calls this method.
 
         Raises:
             RunLostError: A rank is lost; the message names it.
@@ -185,7 +186,7 @@ class Peers:
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")
         met, self._met = self._met, {}
-        # the counts may differ: some ranks waited in an all-gather that others did not reach
+        # The counts may differ, because some ranks may have waited in an all-gather that other ranks did not reach.
         self._count = max(count for count, _ in met.values())
         return [met[rank][1] for rank in range(self.world_size)]
 
@@ -258,7 +259,7 @@ class Peers:
             link.hang_up()
 
     def hung(self, reason: str) -> None:
-        """End all ranks, because this one makes no progress. Each rank prints its stacks."""
+        """End all ranks, because this rank makes no progress. Each rank prints its stacks."""
         for link in self._links.values():
             link.send({"hung": [reason, flight.position()]})
 
@@ -311,7 +312,7 @@ class Peers:
         started = reminded = time.monotonic()
         with watchdog.waiting(), self._changed:
             while True:
-                if (found := look()) is not None:  # the value counts even if a rank has left since
+                if (found := look()) is not None:  # the value is valid even if a rank has left in the meantime
                     return found
                 if self._lost is not None:
                     raise self._lost_error()
@@ -376,7 +377,7 @@ class Peers:
             reason, position = message["hung"]
             self._positions.note(rank, position)
             self._links[rank].send({"position": flight.position()})
-            end = (str(reason), self.hung, self.verdict)  # rank 0, the hub of all connections, forwards this message
+            end = (str(reason), self.hung, self.verdict)  # rank 0 forwards this message to all ranks
             threading.Thread(target=watchdog.end, args=end, name="persia-hung", daemon=True).start()
         elif "position" in message or "alive" in message:
             self._positions.note(rank, message.get("position") or message["alive"], answers="position" in message)
@@ -460,7 +461,7 @@ class Peers:
             watchdog.end(f"rank {self.rank}: {_LATE} of {limit:g} s {_LATE_KEYS}", self.hung, self.verdict)
 
     def _remind(self) -> None:
-        """Log which rank lags, if the main thread of this rank has waited for it in a step for long."""
+        """Log which rank lags, if the main thread of this rank has waited for it in a step for a long time."""
         since, now = self._collective_since, clock.now()
         if since is None or now - max(since, self._reminded) <= REMIND_S:
             return

@@ -41,7 +41,7 @@ class Introduction:
         version: The version of persia.
         host: The host on which it runs.
         pid: Its process id on the host.
-        token: The token of the trainer's role, or an empty string. A message has the proof of the token in its place.
+        token: The token of the trainer's role, or an empty string. A message contains the proof of the token instead.
     """
 
     job: str
@@ -147,7 +147,7 @@ class _Pending:
 
 
 class _Lobby:
-    """Receives introductions concurrently, so that an unfinished one does not block other ranks.
+    """Receives introductions concurrently. An incomplete introduction therefore does not block other ranks.
 
     Args:
         listener: The socket to which ranks connect; closed together with the lobby.
@@ -188,7 +188,7 @@ class _Lobby:
     def _accept(self) -> None:
         try:
             connection = self._listener.accept()[0]
-        except (BlockingIOError, ConnectionError):  # the peer has disconnected already
+        except (BlockingIOError, ConnectionError):  # the peer has already disconnected
             return
         pending = _Pending(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
         connection.setblocking(False)
@@ -287,7 +287,7 @@ def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, 
     """Refuse ranks that connect after all ranks are connected, and name the process that holds the rank.
 
     If the process that holds the rank has ended, or the run is ending, close the connection without a response. The
-    rank retries, and the next rank 0 admits it.
+    connecting rank retries until the next rank 0 admits it.
     """
     with contextlib.closing(lobby), contextlib.suppress(OSError):  # if the listener fails, later ranks get no response
         while not peers.closed:

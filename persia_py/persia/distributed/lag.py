@@ -17,7 +17,7 @@ class Known:
     """The last known position of a rank.
 
     Attributes:
-        position: The last position that the rank has sent; None before the first.
+        position: The last position that the rank has sent; None if it has sent none.
         age_s: Seconds since it was sent.
         answers: Whether the rank counts as alive: it has sent its position on request, or a recent heartbeat.
     """
@@ -50,7 +50,7 @@ class Positions:
         self.verdict = ""
 
     def note(self, rank: int, position: object, *, answers: bool = False) -> None:
-        """Record the position of a rank, if the message has one; ``answers`` if the position was requested."""
+        """Record the position of a rank, if the message has one; ``answers`` means that the position was requested."""
         if isinstance(position, dict):
             self._said[rank] = (time.monotonic(), position)
         if answers:
@@ -107,8 +107,8 @@ class Positions:
 def lagging(known: Mapping[int, Known]) -> list[int]:
     """Return the ranks for which the other ranks wait; none if all are at the same place.
 
-    The lagging ranks are those that do not respond. If all ranks respond, they are the ranks that have begun the fewest
-    calls in which ranks wait for each other; among ranks with equal counts, those that are in no such call.
+    The lagging ranks are those that do not respond. If all ranks respond, the lagging ranks have begun the fewest calls
+    in which ranks wait for each other. If all counts are equal, the lagging ranks are those that are in no such call.
     """
     if silent := [rank for rank, each in known.items() if not each.answers]:
         return silent

@@ -1,4 +1,4 @@
-"""Checks the network interfaces and GPUs that the environment names, because a wrong one makes a collective hang."""
+"""Checks the network interfaces and GPUs that the environment names, because a wrong name makes a collective hang."""
 
 import ipaddress
 import os

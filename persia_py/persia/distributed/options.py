@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
-"""The time limit of torch for a collective. :class:`Peers` detects dead, silent and late ranks earlier, with a clock
-that stops while a debugger holds a rank; torch cannot change the limit of a collective that has begun."""
+"""The time limit of torch for a collective. The limit is long because torch cannot change the limit of a collective
+that has begun, for example while a debugger holds a rank. :class:`Peers` detects dead, silent and late ranks
+earlier."""
 
 
 _COLLECTIVES = 2000
@@ -98,7 +99,7 @@ class DDPOption(DistributedBaseOption):
             )
         self.backend = backend
         self.timeout_s = timeout_s
-        # with a static graph, torch finds unused weights itself, in the first step
+        # With a static graph, torch finds unused weights in the first step.
         self.options = {"find_unused_parameters": not options.get("static_graph"), **options}
         check_together(regions, compression, self.options)
         self.regions, self.compression = regions, compression
@@ -142,14 +143,14 @@ class DDPOption(DistributedBaseOption):
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """Return DDP over ``PERSIA_DIST_BACKEND``; if it is not set, over nccl with a device and over gloo without one."""
+    """Return DDP over ``PERSIA_DIST_BACKEND``; if this is not set, over nccl with a device, over gloo without one."""
     return DDPOption(backend=default_backend(device_id))
 
 
 def default_backend(device_id: int | None) -> str:
     """Return ``PERSIA_DIST_BACKEND``, which ``dist.backend`` sets.
 
-    Otherwise nccl with a device and gloo without one.
+    If the variable is not set, return nccl with a device, and gloo without one.
     """
     backend = settings.dist_backend
     if backend == "auto":

@@ -19,11 +19,11 @@ _NAMED = "PERSIA_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, if
 
 
 def check(address: str, *, rank: int, backend: str) -> None:
-    """Check the addresses at which other ranks reach this one. With ``PERSIA_ALLOW_PUBLIC=1``, only log a warning.
+    """Check the addresses at which other ranks reach this rank. With ``PERSIA_ALLOW_PUBLIC=1``, only log a warning.
 
     Args:
         address: The host that this rank announces: a host name or an IP address.
-        rank: This rank. The others connect to rank 0.
+        rank: This rank. The other ranks connect to rank 0.
         backend: The torch backend that connects the ranks: ``gloo`` or ``nccl``.
 
     Raises:
@@ -38,7 +38,7 @@ def check(address: str, *, rank: int, backend: str) -> None:
 
 
 def problem(address: str, *, rank: int, backend: str) -> UsageError | None:
-    """Return the error of :func:`check`, whatever ``PERSIA_ALLOW_PUBLIC`` is; None if all addresses are private."""
+    """Return the error of :func:`check` regardless of ``PERSIA_ALLOW_PUBLIC``; None if all addresses are private."""
     public: dict[str, str] = {}
     for selected_by, number in _addresses(address, rank=rank, backend=backend):
         if is_public(number):
@@ -55,7 +55,7 @@ def problem(address: str, *, rank: int, backend: str) -> UsageError | None:
 
 
 def is_public(number: str) -> bool:
-    """Whether an IP address is reached from the Internet (IANA's special-purpose registries: ``is_global``)."""
+    """Whether an IP address can be reached from the Internet (IANA's special-purpose registries: ``is_global``)."""
     try:
         address = ipaddress.ip_address(number.strip("[]").partition("%")[0])
     except ValueError:
@@ -79,11 +79,11 @@ def _addresses(address: str, *, rank: int, backend: str) -> Iterator[tuple[str, 
             f"interface {each} of {variable_name}={value}": each
             for each in network.matching(variable_name, value, names)
         }
-    elif own is not None:  # RemoteBackend sets the variable to it; gloo and NCCL may use any address of the interface
+    elif own is not None:  # RemoteBackend sets the variable; gloo and NCCL may use any address of the interface
         used = {f"interface {own}": own}
     elif backend == "nccl":
         used = {f"interface {each}, which NCCL may choose,": each for each in names}
-    else:  # gloo binds to the address of the host name, if it can
+    else:  # gloo binds to the address of the host name if possible
         used = {}
         for number in _numbers(socket.gethostname()):
             yield f"host name {socket.gethostname()}", number
@@ -91,13 +91,13 @@ def _addresses(address: str, *, rank: int, backend: str) -> Iterator[tuple[str, 
         for number in _numbers_of(interface, backend):
             yield what, number
     if rank == 0 and not any(number in _all_numbers(each) for each in names for number in numbers):
-        for interface in names:  # rank 0 then listens at every address, see rendezvous
+        for interface in names:  # rank 0 then listens at all addresses (rendezvous.py)
             for number in _all_numbers(interface):
                 yield f"interface {interface}, where rank 0 listens,", number
 
 
 def _numbers(host: str) -> list[str]:
-    """Return the numbers of a name, which NATS's connection has resolved before; none if it does not resolve."""
+    """Return the IP addresses of a host name, which the connection to NATS has resolved before; none without any."""
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -105,9 +105,9 @@ def _numbers(host: str) -> list[str]:
 
 
 def _numbers_of(interface: str, backend: str = "gloo") -> list[str]:
-    """Return the addresses of an interface that ranks use: those of IPv4, or without one those of IPv6.
+    """Return the addresses of an interface that ranks use: the IPv4 addresses, or the IPv6 addresses if there are none.
 
-    With ``NCCL_SOCKET_FAMILY=AF_INET6``, NCCL uses those of IPv6.
+    With ``NCCL_SOCKET_FAMILY=AF_INET6``, NCCL uses the IPv6 addresses.
     """
     six = backend == "nccl" and variable("NCCL_SOCKET_FAMILY") == "AF_INET6"
     found = psutil.net_if_addrs().get(interface, [])

@@ -95,7 +95,7 @@ class Rendezvous:
         )
         descriptor = None
         if self._listener is not None and self._store_listener is not None:
-            listener, self._listener = self._listener, None  # from here on the listener belongs to the run
+            listener, self._listener = self._listener, None  # the listener now belongs to the run
             announced = f"{self._address}:{listener.getsockname()[1]}"
             peers = handshake.host(listener, me, self.left(), announced)
             place = self._address, self._store_listener.getsockname()[1]

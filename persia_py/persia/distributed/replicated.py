@@ -1,4 +1,4 @@
-"""DistributedDataParallel that names the weights without a gradient, before a step is applied without averaging."""
+"""DistributedDataParallel that names the weights without a gradient, instead of applying a step without averaging."""
 
 import contextlib
 import ctypes
@@ -19,11 +19,11 @@ _SHOWN = 5
 
 
 class Replicated(torch.nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that checks each step, and that does not advise against its own default.
+    """DistributedDataParallel that checks each step, and omits torch's warning about an unneeded search.
 
     Torch searches the graph of each step for unused weights if ``find_unused_parameters`` is true. A model that uses
-    all of them may use fewer in a later step, on one rank, where the other ranks already wait in the all-reduce. So the
-    result of the first step cannot replace the search. Torch's warning that the search found nothing is not printed.
+    all weights in one step may use fewer weights in a later step on one rank, while the other ranks already wait in the
+    all-reduce. The result of the first step therefore cannot replace the search.
     """
 
     def check_averaged(self, step: int) -> None:

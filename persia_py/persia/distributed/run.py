@@ -69,7 +69,7 @@ def peers() -> Peers | None:
 
 
 def announced() -> dict[str, str]:
-    """Return what rank 0 announces: the addresses at which it serves the other ranks. Empty on other ranks."""
+    """Return the addresses at which rank 0 serves the other ranks, which it announces; empty on other ranks."""
     return _process.announced
 
 
@@ -111,7 +111,7 @@ def _leave(reason: str | None = None) -> None:
 
 
 def fail(reason: str) -> None:
-    """Notify the other ranks that this one cannot continue; they end too.
+    """Notify the other ranks that this rank cannot continue. The other ranks then end, too.
 
     The run stays unfinished until it is restarted.
     """
@@ -146,7 +146,7 @@ def failure() -> str:
 
 
 def agree(flag: bool) -> bool:
-    """Return whether ``flag`` is true on every rank; every rank must call this, and waits for the others.
+    """Return whether ``flag`` is true on every rank. Every rank must call this, and waits for the other ranks.
 
     Raises:
         RunLostError: A rank is lost; the message names it.
@@ -156,7 +156,7 @@ def agree(flag: bool) -> bool:
 
 
 def hung(reason: str) -> None:
-    """End all other ranks, because this one makes no progress. Each rank prints its stacks."""
+    """End all other ranks, because this rank makes no progress. Each rank prints its stacks."""
     if _process.peers is not None:
         _process.peers.hung(reason)
 
@@ -212,7 +212,7 @@ def finish() -> None:
     After :func:`stop` no summary is written: the next start resumes the run.
 
     The launcher calls this after the script. A run without a summary counts as unfinished. An EmbeddingCollection that
-    the script left open is closed first so that its pushes are applied.
+    the script left open is closed first, which applies its pushes.
 
     Raises:
         PersiaError: The pushes of an EmbeddingCollection cannot be applied.
@@ -273,7 +273,7 @@ def _write_summary(folder: Path) -> None:
 
 
 def _mark_finished() -> None:
-    """Prevent later runs from resuming from the checkpoints of this one.
+    """Prevent later runs from resuming from the checkpoints of this run.
 
     Raises:
         StorageError: The run cannot be marked.

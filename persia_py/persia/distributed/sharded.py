@@ -111,7 +111,7 @@ class ShardedModel(torch.nn.Module):
             ) from error
         self._fsdp: Any = sharded
         self._reshards = reshard_after_forward
-        if torch_distributed.get_backend() == "gloo":  # gloo can add up, but not average
+        if torch_distributed.get_backend() == "gloo":  # gloo can sum, but not average
             self._fsdp.set_force_sum_reduction_for_comms(True)
         if hasattr(self._fsdp, "set_reduce_scatter_unused_params"):  # ranks may use different layers, as with DDP
             self._fsdp.set_reduce_scatter_unused_params(True)
@@ -158,7 +158,7 @@ class ShardedModel(torch.nn.Module):
         This is not a collective, but each rank that has run a forward pass of the step must call it before its next
         forward pass.
         """
-        self.module.zero_grad()  # the weights are still whole if a part was back-propagated
+        self.module.zero_grad()  # the weights are still gathered if a part was back-propagated
         if self.can_reset:
             self._fsdp.reset_iter_state()
         self._fsdp.reshard()

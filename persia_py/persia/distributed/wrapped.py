@@ -33,9 +33,9 @@ def trained_module(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
-    """Average the gradients of the next forward and backward over all ranks, or leave them on each rank.
+    """Average the gradients of the next forward and backward pass over all ranks, or leave them on each rank.
 
-    Gradients that stay on a rank are added to its next gradients, and averaged together with them.
+    Gradients that stay on a rank are added to its next gradients, and the sums are averaged.
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = on  # like no_sync(), for one forward pass
@@ -56,9 +56,9 @@ def check_averaged(model: torch.nn.Module | None, step: int) -> None:
 def zero_loss(model: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:
     """Return a loss of 0 whose backward pass averages the accumulated gradients over the ranks.
 
-    It depends on the weights that have a gradient here, and on nothing that the model computes: a NaN of the model
-    cannot enter the gradients, and no buffer changes. Only the wrapper and the hooks of the whole model run; the hooks
-    receive the inputs and an output ``[1, 1]`` of 0.
+    The loss depends on the weights that have a gradient on this rank, but not on outputs of the model. A NaN in an
+    output therefore cannot enter the gradients, and no buffer changes. Only the wrapper and the hooks of the whole
+    model run; the hooks receive the inputs and an output ``[1, 1]`` of 0.
     """
     module = trained_module(model)
 
@@ -91,17 +91,17 @@ def can_drop_step(model: torch.nn.Module | None) -> bool:
 
 
 def drop_step(model: torch.nn.Module | None) -> None:
-    """Drop an incomplete step in the wrapper of a model. Collective: every rank must call it after the same step.
+    """Drop an incomplete step in the wrapper of a model. Every rank must call this after the same step.
 
     The wrapper may still hold gradients, or wait for a backward pass. It would mistake the backward pass of the next
-    step for that one, and average gradients too early.
+    step for the missing one, and average gradients too early.
     """
     settle_step(model, applied=False)
     if isinstance(model, ShardedModel):
         model.drop_step()
     elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
         synchronise_gradients(model, True)
-        # a failed forward pass may leave this False; True makes the next one broadcast the buffers
+        # A failed forward pass may leave the flag False. If it is True, the next forward pass broadcasts the buffers.
         model.require_forward_param_sync = True
         if hasattr(model.reducer, "_reset_state"):
             model.reducer._reset_state()

@@ -16,7 +16,7 @@ class Check:
         name: The subject of the check, in two or three words.
         status: ``ok``; ``warn``: the finding may be intended; ``fail``: training will not work; ``skip``: not checked.
         found: The finding.
-        why: Why the finding is a problem, or why the check was skipped.
+        why: The reason why the finding is a problem, or the check was skipped.
         next: The next command, or what to change.
         code: The exit code of a failure.
     """

@@ -1,4 +1,4 @@
-"""Recognizes failed collectives of torch by their text in a log: those of NCCL's watchdog, and of gloo."""
+"""Recognizes failed collectives of torch in a log, from the messages of NCCL's watchdog and of gloo."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The stack in containers: whether it exists here, its image, and commands inside it."""
+"""The stack in containers: whether it exists on this host, its image, and commands inside it."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The context of a shell in the image: a copy of the files of a folder, so that changes do not affect the original."""
+"""The context of a shell in the image: a copy of a folder, so that changes do not affect the original files."""
 
 import contextlib
 import os
@@ -171,9 +171,9 @@ def prepared(folder: Path, *, mount: bool) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(folder / file, target, follow_symlinks=False)
         copy.mkdir(exist_ok=True)
-        for each in (copy, *copy.rglob("*")):  # other users cannot access the parent folder anyway
+        for each in (copy, *copy.rglob("*")):  # the parent folder protects them from other users
             if not each.is_symlink():
-                # the user of the image must be able to write
+                # The user of the image must be able to write.
                 each.chmod(each.stat().st_mode | (0o777 if each.is_dir() else 0o666))
         yield copy
 
@@ -189,7 +189,7 @@ def words_of(words: list[str], *, stack: bool = False, options: Sequence[str] = 
     alone = [] if stack else ["--env", "PERSIA_NATS_URL="]
     chosen = compose.settings().get("environment", {})
     for name, default in _DEFAULTS.items():
-        if chosen.get(name) == default:  # unset: Persia then uses the file only if it exists
+        if chosen.get(name) == default:  # removed; Persia then uses the file only if it exists
             alone += ["--env", f"{name}="]
     tty = [] if sys.stdin.isatty() and sys.stdout.isatty() else ["--no-TTY"]
     return compose.run_words(*words, options=[*tty, "--workdir", "/workspace", *alone, *options])

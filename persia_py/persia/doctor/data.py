@@ -18,7 +18,7 @@ _WRITTEN = ("run.", "checkpoint.")
 
 
 def checks(config: Config) -> Iterator[Check]:
-    """Yield a check for each file that is not visible here, one of the rows, and one of files that containers lack.
+    """Yield checks of files that are not visible here, of the rows, and of files that containers lack.
 
     Args:
         config: The configuration.

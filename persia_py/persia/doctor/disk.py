@@ -40,7 +40,7 @@ def checks(config: Config | None, folders: list[Place] | None = None, *, measure
         except StorageError as error:
             yield Check("PERSIA_CKPT_DIR", "fail", str(error), "", error.hint, ExitCode.FAILED)
             return
-        # In a job the folders of the environment are used, not those of the configuration.
+        # In a job, the folders in the environment are used instead of those in the configuration.
         in_job = settings.nats_url is not None
         given = [*_of_environment(), *(_of_config(config) if config is not None and not in_job else ())]
     for name, folder in given or [("disk", Path.cwd())]:
@@ -137,7 +137,7 @@ def space(config: Config) -> Check:
         return Check("free space", "skip", "no estimate", str(error).splitlines()[0])
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
-    count = config.checkpoint.keep + 1 + (config.train.early_stop is not None)  # one is being written; one is the best
+    count = config.checkpoint.keep + 1 + (config.train.early_stop is not None)  # plus one in progress, plus the best
     needed = one * count
     found = (
         f"{folder}: {size(free)} free; a checkpoint takes {size(one)} if each of {rows:,} training rows has one new "

@@ -26,7 +26,7 @@ _QUIET_S = 0.3
 _ROUND_S = 1.0
 """Collected lines are sorted and shown at the latest after this number of seconds, even if further lines arrive."""
 _FIRST_S = 15.0
-"""The same limit for the lines that exist at the start, of which there may be many."""
+"""Lines that exist at the start, which may be many, are sorted and shown at the latest after this number of seconds."""
 _END_S = 5.0
 """Seconds within which docker must end after SIGTERM, and then after SIGKILL."""
 
@@ -104,7 +104,7 @@ def run(folder: Path) -> Generator[Iterator[Line], None, None]:
     Raises:
         UsageError: The folder has no logs.
     """
-    logs.of_run(folder)  # raises if the folder has no logs
+    logs.of_run(folder)  # raises an error if the folder has no logs
     followed: dict[str, FollowedLog] = {}
     times: dict[str, float] = {}
     unknown = 0.0  # the time for lines that precede the first line with a time
@@ -168,7 +168,7 @@ def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
         with contextlib.suppress(ProcessLookupError):  # all processes have ended
             os.killpg(process.pid, number)
         deadline = time.monotonic() + _END_S
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the next signal may end them
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the next signal may end the processes
             process.wait(_END_S)
         reader.join(max(0.0, deadline - time.monotonic()))
 

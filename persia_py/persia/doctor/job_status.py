@@ -29,8 +29,8 @@ _SKEW_ROWS = 10_000
 Cause = Literal["absent", "missing", "duplicate", "replicas", "version", "protocol", "generation", "health", "skew"]
 """The kinds of problems of a job. ``absent``: no process of a service has announced itself. ``missing``, ``duplicate``:
 the index of a replica has no process, or several. ``replicas``, ``version``, ``protocol``, ``generation``: processes
-have different values of it. ``health``: a process does not serve. ``skew``: one server holds far more rows than
-the mean."""
+have different values of it. ``health``: a process does not serve. ``skew``: one server holds many more rows than the
+mean."""
 _Attribute = Literal["replicas", "version", "protocol", "generation"]
 _COUNTED = ("persia-server", "persia-data", "persia-trainer")
 """Services whose replicas have distinct indices. Middlewares are equivalent, and can be scaled while they run."""
@@ -53,7 +53,7 @@ class Process:
         started: The time of its start.
         health: ``serving``, ``not serving``, the error of the health check, or ``announced`` if it has no address.
         generation: The generation of its rows; None unless the process is a server that responded.
-        rows: The number of its rows, likewise.
+        rows: The number of its rows; None unless the process is a server that responded.
         tables: The statistics of its part of each table; empty unless the process is a server that responded.
         payload_bytes: The bytes of weights and optimizer state; None unless the process is a server that responded.
         threads: The torch threads of a rank; None for other processes.

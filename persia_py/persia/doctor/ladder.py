@@ -88,7 +88,7 @@ def steps(path: Path, *, ranks: int | None = None) -> list[Step]:
     file, folder = str(path), str(path.absolute().parent)
     count = ranks or max(2, wanted() and visible_gpus())
     in_image, on_servers, on_ranks = compose.unavailable() or "", _no_servers(), _no_ranks()
-    # A separate folder, so that runs/LATEST does not point to a run of the ladder.
+    # The runs of the ladder have a separate folder, because runs/LATEST must not point to them.
     whole = ("--set", f"run.dir={Path(config.run.dir) / 'ladder'}", "--set", f"run.name={_stamp()}")
     shell = ("persia", "debug", "shell", "--context", folder, "--")
     check, test = ("python", "-m", "persia.testing"), ("persia", "train")

@@ -14,7 +14,7 @@ from persia.runtime.errors import UsageError
 _RANK = re.compile(r"^\[rank (\d+)\] ")
 """The prefix that the launcher adds to the lines of one of several ranks."""
 _TIMES = (
-    # The time formats: of Rust and the Docker engine, of Python (local time), and of NATS (local time).
+    # Time formats of Rust and the Docker engine, of Python (local time), and of NATS (local time).
     re.compile(r"^(?P<utc>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?)Z +"),
     re.compile(r"^(?P<local>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) +"),
     re.compile(r"^\[\d+\] (?P<nats>\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d+) +"),

@@ -60,7 +60,7 @@ def _lines(paths: Sequence[Path], last: int | None) -> Iterator[str]:
 
 
 def _opened(stack: ExitStack, paths: Sequence[Path], last: int | None) -> list[BinaryIO]:
-    """Open the files of a log before the first one is read, because they may be rotated in the meantime."""
+    """Open all files of a log before the first file is read, because the files may be rotated in the meantime."""
     found: dict[tuple[int, int], BinaryIO] = {}
     left = last
     for path in reversed(paths):  # newest first: a file that is renamed in the meantime is found again
@@ -161,8 +161,8 @@ class ComposeLines:
 def rank_of(name: str) -> int | None:
     """Return the rank of a log whose lines do not name it; None if the log belongs to several ranks, or to none.
 
-    This is the case for the log of a trainer in the folder of a run, and for that of a trainer container with one rank.
-    With several ranks, the launcher adds the rank to each line.
+    A log belongs to one rank if it is the log of a trainer in the folder of a run, or of a trainer container with one
+    rank. With several ranks, the launcher adds the rank to each line.
     """
     found = _TRAINER.match(name)
     return 0 if name in _OF_ONE else None if found is None else int(found[1]) - 1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PERIOD_S = 0.2
 """Seconds between two attempts to find rank 0."""
 _SUFFIX = "-doctor"
-"""The suffix of the job in which the ranks of this check meet, so that ranks in training are unaffected."""
+"""The suffix of the job in which the ranks of this check meet. The separate job leaves ranks in training unaffected."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Matrix:
     """The results of all connections.
 
     Attributes:
-        seats: Where the ranks are, by rank.
+        seats: The address of each rank, by rank.
         rows: For each rank, its connections to the ranks: an outcome and a reason; empty for itself.
-        speeds: How fast connections are, by the ranks that connect and are connected to; empty if not measured.
+        speeds: The speed of each connection, by its source and target ranks; empty if not measured.
     """
 
     seats: list[Seat]
@@ -63,7 +63,7 @@ class Matrix:
 
 
 def here(size: int, *, measure: bool = False) -> Iterator[Check]:
-    """Yield the checks of one rank, ``RANK``, whose other ranks run the same check.
+    """Yield the checks of the rank ``RANK``. The other ranks run the same check.
 
     Args:
         size: The number of ranks.
@@ -197,7 +197,7 @@ def _outcome(seat: Seat) -> list[str]:
 
 
 def address() -> str:
-    """Return the address at which other ranks reach this one: that of ``GLOO_SOCKET_IFNAME``, or that of the route."""
+    """Return the address at which other ranks reach this rank: that of ``GLOO_SOCKET_IFNAME``, or that of the route."""
     name = variable("GLOO_SOCKET_IFNAME")
     if name is not None:
         given = psutil.net_if_addrs().get(name.split(",")[0], [])

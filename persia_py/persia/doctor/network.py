@@ -22,13 +22,14 @@ _CONNECT_S = 2.0
 _NATS_PORT = 4222
 _ADVERTISE = "PERSIA_ADVERTISE"
 _DRIVER = Path("/proc/driver/nvidia")
-"""Exists on a host with NVIDIA's driver. Torch knows more, but takes seconds to import."""
+"""A path that exists on a host with NVIDIA's driver. This path is tested instead of torch, because importing torch
+takes seconds."""
 
 Outcome = Literal["reached", "unresolved", "refused", "filtered", "unreachable"]
 
 
 _INFORMATIVE: tuple[Outcome, ...] = ("reached", "filtered", "refused", "unreachable", "unresolved")
-"""Outcomes, the most informative one first: of the addresses of a name, one may be refused and another filtered."""
+"""Outcomes, the most informative one first. The addresses of one name may have different outcomes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Reached:
 
 
 def reach(host: str, port: int, seconds: float = _CONNECT_S) -> Reached:
-    """Connect to a TCP port, and classify the failure. The addresses of a name are tried in turn.
+    """Connect to a TCP port, and classify the failure. The addresses of a name are tried one after another.
 
     Args:
         host: A host name or an IP address.
@@ -94,7 +95,7 @@ def endpoint(name: str, host: str, port: int, *, what: str, start: str) -> Check
         name: The name of the check.
         host: The host.
         port: The port.
-        what: The name of the program that should listen there.
+        what: The name of the program that should listen at the address.
         start: The command that starts it.
     """
     shown = f"{host}:{port}"
@@ -283,7 +284,7 @@ SET_MASTER = (
     "start the ranks with torchrun --master-addr HOST --master-port 29500, with the host of rank 0; or set both "
     "variables on every rank; or set PERSIA_NATS_URL, and unset both"
 )
-"""The next step if these variables are missing or wrong."""
+"""The next step if the variables of torch's rendezvous are missing or wrong."""
 
 
 def rendezvous() -> Iterator[Check]:

@@ -46,7 +46,7 @@ def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[],
 
         return foreground.run(
             context.words_of(server, options=options),
-            env=context.variables(workspace) | {"JUPYTER_TOKEN": token},  # because other users can read a command line
+            env=context.variables(workspace) | {"JUPYTER_TOKEN": token},  # a command line is visible to other users
             started=started,
             ends_at_interrupt=True,
         )
@@ -56,7 +56,7 @@ def _check_jupyter(workspace: Path) -> None:
     """Check that the image has a notebook server.
 
     Raises:
-        UsageError: It has none.
+        UsageError: The image has no notebook server.
         UnreachableError: The check cannot run in the image.
     """
     words = context.words_of(["python", "-c", "import jupyterlab"])

@@ -15,7 +15,7 @@ from persia.launch.binaries import MIDDLEWARE, SERVER
 
 _PROGRAMS = {"persia", "persia-launcher", SERVER, MIDDLEWARE}
 """The programs of Persia."""
-_ANY = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}  # noqa: S104 - the socket is closed at once
+_ANY = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}  # noqa: S104 - the socket is closed immediately
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def user_of(port: int) -> User:
 def free(name: str, port: int, origin: str, host: str = "") -> Check:
     """Check that a program can listen on a port of this host; otherwise name the process that uses the port.
 
-    It is not an error if the service that the variable configures is already running: a program of Persia that listens
-    there and has the same variable, or rank 0 of the same rendezvous.
+    It is not an error if the service that the variable configures is already running. Such a service is a program of
+    Persia that listens on the port and has the same variable, or rank 0 of the same rendezvous.
 
     Args:
         name: The name of the check.

@@ -17,7 +17,7 @@ from persia.runtime.exit_codes import ExitCode
 PYTHON = (3, 10)
 """The minimum version of Python."""
 REQUIREMENTS = {"torch": "2.4", "numpy": "1.26", "grpcio": "1.85.1", "pydantic": "2.11", "protobuf": "7.35.1"}
-"""The minimum versions of packages of which older versions fail late; they equal those in ``pyproject.toml``."""
+"""The minimum versions of packages whose older versions fail late. They equal those in ``pyproject.toml``."""
 
 
 def checks() -> Iterator[Check]:

@@ -29,8 +29,8 @@ class TableReport:
         inserted: The number of rows that were inserted because their ids were admitted.
         evicted: The number of rows that were evicted.
         expired: The number of rows that were removed because their time to live had passed.
-        looked_up: The number of ids that were looked up for training, counted once per batch; in an infer job, of all
-            ids.
+        looked_up: The number of ids that were looked up for training, counted once per batch; in an infer job, the
+            number of all ids that were looked up.
         hits: The number of these ids that had a row.
         waiting: The number of ids that need more pushes to get a row.
         seen_once: The number of waiting ids with one push.

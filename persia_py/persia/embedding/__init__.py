@@ -5,9 +5,9 @@
 * :mod:`persia.embedding.optim`: optimizers; :mod:`persia.embedding.schedule`: learning-rate schedules
 
 The initial weights of a row are a function of the run's seed, the name of the table, the id and the position in the
-row. They do not depend on the number of servers. Settings of a single table can be made in ``embedding_config.yml``:
+row. The weights do not depend on the number of servers. ``embedding_config.yml`` can set options of a single table:
 ``init``, ``optimizer``, ``admission``, ``dtype``, ``rounding`` and ``ttl``. ``init`` is written as ``{name: gamma,
-shape: 2}``, with the names and parameters of the classes here in snake case.
+shape: 2}``, with the names and parameters of the classes of this package in snake case.
 """
 
 import importlib

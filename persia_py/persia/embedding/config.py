@@ -66,7 +66,7 @@ class Zero:
 class Gamma:
     """Initial weights with a gamma distribution of mean ``shape * scale`` and variance ``shape * scale ** 2``.
 
-    They are drawn by the method of Marsaglia and Tsang (2000).
+    The weights are drawn by the method of Marsaglia and Tsang (2000).
     """
 
     shape: float
@@ -84,7 +84,7 @@ class Gamma:
 class Poisson:
     """Initial weights with a Poisson distribution of mean and variance ``lam``, at most 500.
 
-    They are drawn by multiplying uniform numbers (Knuth, The Art of Computer Programming 2, section 3.4.1).
+    The weights are drawn by multiplying uniform numbers (Knuth, The Art of Computer Programming 2, section 3.4.1).
     """
 
     lam: float
@@ -119,7 +119,7 @@ Initialization = Uniform | Normal | Zero | Gamma | Poisson | InverseSqrtDim
 class EmbeddingConfig:
     """Initial weights of rows, admission of ids, and the bound of weights.
 
-    The embedding of an id without a row is zero; its gradients are dropped and counted.
+    The embedding of an id without a row is zero. Gradients of such an id are dropped and counted.
 
     Attributes:
         emb_initialization: One of the classes of this module; ``(low, high)`` means :class:`Uniform`.
@@ -127,8 +127,8 @@ class EmbeddingConfig:
             The draw is a hash of seed, id and step.
         weight_bound: Weights are clamped to ``±weight_bound`` after each update; 0 means no bound.
         admit_min_count: The number of pushes of an id, from 1, at which the id gets a row. The count restarts when the
-            id loses its row. Counts are exact for twice as many ids as the capacity; with more ids, all counts are
-            halved, and ids at 0 are forgotten.
+            id loses its row. Counts are exact for twice as many ids as the capacity. With more ids, all counts are
+            halved, and ids whose count is 0 are dropped.
     """
 
     emb_initialization: tuple[float, float] | Initialization = (-0.01, 0.01)
@@ -214,9 +214,9 @@ class Configuration:
 
     @classmethod
     def find(cls) -> Self:
-        """Read both files. They are found through environment variables, or in the folder ``config/``.
+        """Read both files. Environment variables name them; otherwise they are in the folder ``config/``.
 
-        With ``PERSIA_CONFIG`` the slots are those of the features of that ``persia.yml``.
+        With ``PERSIA_CONFIG``, the slots are those of the features in the ``persia.yml`` that it names.
 
         Raises:
             ConfigError: The embedding configuration is missing, or a file has errors.

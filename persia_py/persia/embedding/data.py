@@ -193,7 +193,7 @@ class NonIDTypeFeature(NdarrayDataBase):
 
     Args:
         data: ``[batch, ...]`` of bool, int8, int16, int32, int64, uint8, float32 or float64.
-        name: A name for messages, and to find the input in batches that have their inputs in another order: the model
+        name: A name for messages. The name also identifies the input in batches with another order, because the model
             gets named inputs in the order of its first training batch.
 
     Raises:
@@ -208,7 +208,7 @@ class Label(NdarrayDataBase):
 
     Args:
         data: ``[batch, ...]`` of the dtypes of :class:`NonIDTypeFeature`.
-        name: A name for messages, and to find the label in batches that have their labels in another order.
+        name: A name for messages. The name also identifies the label in batches with another order of labels.
         binary: Whether to refuse values other than 0 and 1.
 
     Raises:
@@ -252,8 +252,8 @@ class PersiaBatch:
         MissingLabelError: ``requires_grad`` is set, and the batch has no label.
         FeatureTypeError: A feature has another class, or is not in a list.
         BatchSizeError: The batch has no sample, or parts differ in size; the message names the parts.
-        DataError: Two features have the same name; a weight or a dense input has NaN, infinity or a value beyond
-            float32 (for a dense input, the message names row and column); or the batch has too many ids.
+        DataError: Two features have the same name, the batch has too many ids, or a weight or a dense input has NaN,
+            infinity or a value beyond float32. For a dense input, the message names row and column.
     """
 
     def __init__(

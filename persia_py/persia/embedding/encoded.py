@@ -8,7 +8,8 @@ import struct
 import numpy as np
 
 _HEAD = struct.Struct("<4sHHIIIII")
-"""Magic, version, flags, then the numbers of samples, id features, dense inputs, labels, and bytes of metadata."""
+"""The header: magic, version, flags, and the numbers of samples, id features, dense inputs, labels and metadata
+bytes."""
 _LISTS, _WEIGHTED = 1, 2
 
 

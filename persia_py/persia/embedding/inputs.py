@@ -1,4 +1,4 @@
-"""The order in which a model receives the parts of a batch: by name, as in its first training batch."""
+"""The order in which a model receives the parts of a batch: that of its first training batch, by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from persia.embedding.listed import MOST, listed
 from persia.runtime.errors import CheckpointError, DataError
 
 FILE = "inputs.state"
-"""The file of a checkpoint that holds the names. No state dict of a user has such a name."""
+"""The file of a checkpoint that holds the names. No state dict of a user can have this name."""
 
 _METADATA = "persia.inputs"
 
 Names = tuple[str | None, ...]
-"""Names of dense inputs or labels; None for one without a name."""
+"""Names of dense inputs or labels; None for an input or label without a name."""
 Part = TypeVar("Part")
 
 
@@ -144,7 +144,8 @@ class InputNames:
 def _places(model_gets: Names, batch_has: Names, *, more: bool) -> list[int] | None:
     """Return the position of each input in the batch; None if it cannot be determined.
 
-    With ``more`` the batch may have additional parts, which follow; without names it may also have fewer.
+    With ``more``, the batch may have additional parts, which follow. If its parts have no names, it may also have fewer
+    parts.
     """
     same = [*range(len(batch_has))]
     if all(model_gets) and all(batch_has):
@@ -168,7 +169,7 @@ def _known_first(model_gets: Names, batch_has: Names) -> list[int]:
 
 
 def _difference(batch_has: Names, model_gets: Names) -> str:
-    """Return both lists of inputs, for a message; of long lists, only the names that one of them lacks."""
+    """Return both lists of inputs, for a message. For long lists, return only the names that one of them lacks."""
     if max(len(batch_has), len(model_gets)) <= MOST:
         return f"{_listed(batch_has)} in the batch, {_listed(model_gets)} in training"
     only_batch = [name for name in batch_has if name not in model_gets]

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Sequence
 
 MOST = 10
-"""The number of names that a message lists, if its caller does not say otherwise."""
+"""The default number of names that a message lists."""
 
 
 def listed(names: Collection[object], most: int = MOST, separator: str = ", ") -> str:
-    """Return the first ``most`` names and the number of the others, or ``none``.
+    """Return the first ``most`` names and the number of the other names, or ``none``.
 
     Parts of a sentence, which may have commas, need ``; `` as the ``separator``.
     """
@@ -18,6 +18,6 @@ def listed(names: Collection[object], most: int = MOST, separator: str = ", ") -
 
 
 def listed_sizes(sizes: Sequence[tuple[str, int]], expected: int) -> str:
-    """Return the numbers of samples of the parts of a batch; of many parts, the first and those not as expected."""
+    """Return the batch sizes of parts; of many parts, only the first and those that differ from ``expected``."""
     wrong = [each for each in sizes[1:] if each[1] != expected or each[1] <= 0]
     return listed([f"{name}: {size}" for name, size in (sizes if len(sizes) <= MOST else [sizes[0], *wrong])])

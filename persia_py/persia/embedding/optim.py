@@ -43,8 +43,8 @@ class Optimizer:
 
         Args:
             schedule: A :class:`persia.embedding.schedule.LRSchedule`, or any function of the global step (from 1) that
-                returns a finite number of at least 0. It must depend only on the step, because checkpoints do not save
-                it.
+                returns a finite number of at least 0. The function must depend only on the step, because checkpoints do
+                not save it.
 
         Raises:
             ConfigError: The schedule is not callable.
@@ -57,7 +57,7 @@ class Optimizer:
     def update_lr(self, lr: float) -> None:
         """Use ``lr`` from the next push on. The schedule multiplies it; checkpoints save it.
 
-        To follow a torch scheduler of the dense optimizer, call ``update_lr(scheduler.get_last_lr()[0])`` in each step.
+        To use the schedule of the dense optimizer, call ``update_lr(scheduler.get_last_lr()[0])`` in each step.
 
         Raises:
             ConfigError: ``lr`` is not finite or is negative, or the optimizer was created with ``lr=0``.
@@ -185,7 +185,7 @@ class Adagrad(Optimizer):
     """``w -= lr * g / sqrt(s + eps)`` with the old ``s``, then ``s = s * g_square_momentum + g * g``.
 
     ``s`` starts at ``initial_accumulator_value``. With ``vectorwise_shared`` a row has a single ``s``, which grows by
-    the mean of ``g * g``. This uses less memory and is faster. ``g`` includes ``weight_decay * w``.
+    the mean of ``g * g``. A single ``s`` needs less memory and time. ``g`` includes ``weight_decay * w``.
 
     Attributes:
         initial_accumulator_value: The initial ``s``.

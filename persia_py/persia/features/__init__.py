@@ -52,7 +52,7 @@ def read_features(path: Path | str) -> Features:
     the latter case, a warning lists differences between its slots and the features.
 
     Raises:
-        ConfigError: The file cannot be read, or has errors; the message and ``findings`` list all of them.
+        ConfigError: The file cannot be read, or has errors. The message and ``findings`` list all of them.
     """
     given = read_config(Path(path))
     features = Features.parse(*given)
@@ -61,7 +61,7 @@ def read_features(path: Path | str) -> Features:
 
 
 def _warn_of_other_slots(given: tuple[str, str]) -> None:
-    """Log the differences between the features and the slots of the context that a script creates next."""
+    """Log the differences between the features and the slots that the next context of a script will have."""
     if variable(CONFIG) is not None:
         return
     try:
@@ -71,7 +71,7 @@ def _warn_of_other_slots(given: tuple[str, str]) -> None:
             return
         parse_embedding_config(*slots)
     except ConfigError:
-        return  # the context that needs the file raises this error
+        return  # a context that needs the file raises the same error
     if found := differences(given, slots):
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         lines = "".join(f"\n  {each}" for each in [*found[:_SHOWN], *more])

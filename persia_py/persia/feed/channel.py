@@ -32,11 +32,11 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 """The options of a gRPC server."""
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 _LOG_INTERVAL_S = 1.0
-"""Seconds between two log lines about refused calls: unauthenticated peers must not fill the log."""
+"""Seconds between two log lines about refused calls, because unauthenticated peers must not fill the log."""
 _logger = get_logger("feed")
 
 BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-"""Texts in the details of connection errors for which a retry does not help: another CA, or a peer without TLS."""
+"""Texts in the details of connection errors that a retry does not resolve: another CA, or a peer without TLS."""
 
 
 def connect(address: str) -> grpc.Channel:

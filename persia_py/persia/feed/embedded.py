@@ -68,8 +68,8 @@ class ScriptFeed:
     def _run(self) -> None:
         """Execute the script, and pass its error to the training loop.
 
-        The method does not use runpy, which would replace ``__main__``, so that the training script could not pickle
-        its classes.
+        The method does not use runpy, because runpy replaces ``__main__``, and the training script could then not
+        pickle its classes.
         """
         folder, before = str(self._path.parent), sys.argv
         if folder not in sys.path:
@@ -132,7 +132,7 @@ class ScriptFeed:
 
 
 class ScriptSender:
-    """The sender of a ``DataCtx`` in embedded mode. Has the methods of :class:`persia.feed.sender.Sender`.
+    """The sender of a ``DataCtx`` in embedded mode, with the methods of :class:`persia.feed.sender.Sender`.
 
     Attributes:
         world_size: The number of ranks, which is 1.
@@ -153,7 +153,7 @@ class ScriptSender:
         return self._feed.inbox.transform
 
     def resume(self) -> str:
-        """Return the position at which to begin; empty: at the first batch."""
+        """Return the position at which to begin; empty means the first batch."""
         if self._sent == 0 and self._replay.batches > 1 and self._replay.position_before:
             self._sent = self._replay.batches - 1
             self._replay.begin_at_last()

@@ -33,7 +33,7 @@ class Position:
         received: The number of its batches that this rank has received; they are not sent again.
         queued: The number of received batches that were not taken yet.
         buffer: The maximum number of waiting batches.
-        record: What is known of the received batches.
+        record: The record of the received batches.
     """
 
     received: int
@@ -62,8 +62,8 @@ class _ReplicaQueue:
     """The batches of one data-compose replica."""
 
     received: int = 0
-    record: Record = field(default_factory=Record)  # of the received batches
-    skipped: int = 0  # the number of received batches when its process first connected
+    record: Record = field(default_factory=Record)  # the record of the received batches
+    skipped: int = 0  # the number of received batches when the process first connected
     waiting: deque[tuple[int, Batch, Record]] = field(default_factory=deque)
     sender: str | None = None  # None while the replica is not connected
     callbacks: SenderCallbacks | None = None
@@ -79,8 +79,8 @@ class Inbox:
     """A queue for each data-compose replica; each holds at most ``buffer`` batches.
 
     Attributes:
-        transform: The transform that makes the batches, as JSON; empty if the data script makes its own batches. Set by
-            :meth:`open`.
+        transform: The transform that makes the batches, as JSON; empty if the data script makes its own batches.
+            :meth:`open` sets it.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Inbox:
             buffer: The maximum number of waiting batches for each replica.
             skip: The number of batches of each replica that the resumed run has trained on.
             replicas: The number of replicas of the resumed run; None if any number is allowed.
-            records: What is known of the skipped batches of each replica; None if nothing is.
+            records: The record of the skipped batches of each replica; None if there are no records.
             transform: The transform that makes the batches, as JSON, for the built-in data-compose.
         """
         with self._changed:
@@ -134,8 +134,8 @@ class Inbox:
     def take(self, stop: threading.Event) -> tuple[int, Batch, Record] | None:
         """Wait for the next batch; return its replica, the batch, and the record of the replica's batches up to it.
 
-        Return None after the last batch, after :meth:`stop`, and when ``stop`` is set; call :meth:`wake` after setting
-        it. The wait has no time limit, but is logged.
+        Return None after the last batch, after :meth:`stop`, and when ``stop`` is set. Call :meth:`wake` after setting
+        ``stop``. The wait has no time limit, but is logged.
 
         Raises:
             BaseException: The error of the replica's script.
@@ -162,7 +162,7 @@ class Inbox:
         return None
 
     def _next_replica(self) -> int | None:
-        """Return the next replica that has not ended, or one that failed; None if all have ended."""
+        """Return the next replica that has not ended, or a replica that failed; None if all have ended."""
         if self._replicas is None:
             return 0
         for offset in range(self._replicas):
@@ -350,7 +350,7 @@ class Inbox:
             return not queue.ended and self._stopped is None
 
     def wait_for_room(self, index: int) -> None:
-        """Wait until the replica may add another batch. For a sender inside this process.
+        """Wait until the replica may add another batch. Only a sender inside this process calls this method.
 
         Raises:
             Stopped: The rank has stopped accepting batches.

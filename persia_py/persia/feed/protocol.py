@@ -26,7 +26,7 @@ class Stopped(BaseException):
 
 
 class RunRestarted(BaseException):
-    """Raised when the trainers started a new generation, so that the data script must restart.
+    """Raised when the trainers have started a new generation. The data script must then restart.
 
     The launcher restarts it.
     """

@@ -1,4 +1,4 @@
-"""A data-compose replica's stream to one rank: connects, sends up to the rank's buffer, resends lost batches."""
+"""The stream of a data-compose replica to one rank. It fills the rank's buffer, and sends lost batches again."""
 
 import contextlib
 import random
@@ -24,8 +24,8 @@ _logger = get_logger("feed")
 _SAME_BUILD = "start every process of the job from the same build, and with the same PERSIA_JOB"
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
-"""Seconds between two attempts to connect; the pause doubles from the first value to the last."""
-_jitter = random.Random()  # not the generator of the module, which the data script may have seeded
+"""Seconds between two attempts to connect. The pause doubles from the first value up to the last value."""
+_jitter = random.Random()  # a separate generator, because the data script may seed the global one
 
 
 @dataclass
@@ -73,7 +73,7 @@ class SenderState:
 class RankStream:
     """Sends batches to one rank, and reconnects when a connection fails.
 
-    A batch is kept until the rank has taken it for training, so that it can be sent again.
+    A batch is kept until the rank has taken it for training, because it may have to be sent again.
 
     Args:
         state: The state that all streams of the sender share.
@@ -171,7 +171,7 @@ class RankStream:
         elif any(sign in (details or "") for sign in channel.BAD_CERTIFICATE):
             self._fail(channel.certificate_error(address, details))
         elif code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED):
-            hint = "" if "REPLICA_SIZE" in (details or "") else _SAME_BUILD  # such details include the next step
+            hint = "" if "REPLICA_SIZE" in (details or "") else _SAME_BUILD  # these details include the next step
             self._fail(IncompatibleError(f"rank {self.rank} at {address}: {details}", hint=hint))
         elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
             self._fail(UsageError(f"rank {self.rank} at {address}: {details}"))
@@ -190,7 +190,7 @@ class RankStream:
             self._state.changed.notify_all()
 
     def _connect(self, address: str) -> None:
-        """Use one connection, from hello to its end."""
+        """Use one connection, from the first message to its end."""
         connection = _Connection()
         with contextlib.closing(channel.connect(address)) as grpc_channel:
             call = services.TrainerStub(grpc_channel).Feed(
@@ -253,7 +253,7 @@ class RankStream:
             own = sum(number < welcome.skip for number, *_ in self._pending)
             self._queued = max(0, welcome.queued - own)
             for _ in range(own - min(own, welcome.queued)):
-                self._pending.popleft()  # taken while the connection was down
+                self._pending.popleft()  # the rank took it while the connection was broken
             connection.next = welcome.skip
             connection.open = True
 

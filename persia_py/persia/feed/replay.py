@@ -1,7 +1,7 @@
 """Checks whether a restarted data script sends the same batches, by digests of the batches in their order.
 
 A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if unknown. A
-position is a text that the script passed to ``send_data`` with a batch; a restarted script can begin there.
+position is a text that the script passed to ``send_data`` with a batch. A restarted script can begin at a position.
 """
 
 import zlib
@@ -20,8 +20,8 @@ Digest = int | None
 
 _CHECKSUM_BYTES = 4
 _KEPT = 3
-"""The number of records that are kept for a replica. Replicas take turns, so none is more than two batches ahead of a
-round."""
+"""The number of records that are kept for a replica. Batches of the replicas alternate, so no replica is more than two
+batches ahead of a round."""
 
 MAX_POSITION_BYTES = 1 << 16
 """The maximum size of a position."""
@@ -34,7 +34,7 @@ def extend(digest: Digest, encoded: bytes) -> Digest:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank knows of the batches of a replica, up to one of them.
+    """The information that a rank has about the batches of a replica, up to a certain batch.
 
     Attributes:
         digest: The digest of these batches.
@@ -60,7 +60,7 @@ class ReplayCheck:
         index: The data-compose replica.
         rank: The rank.
         batches: The number of batches that the rank received.
-        record: What the rank knows of these batches. What is unknown is not compared.
+        record: The rank's record of these batches. Unknown values are not compared.
 
     Attributes:
         batches: The number of batches that the rank received.
@@ -82,7 +82,7 @@ class ReplayCheck:
         self._first, self._expected = self.batches - 1, self._last
 
     def skip(self, number: int, batch: Batch) -> None:
-        """Add skipped batch ``number`` of the rank to the digest. After the last one, warn if the digests differ."""
+        """Add skipped batch ``number`` of the rank to the digest. For the last batch, warn if the digests differ."""
         if self._expected is None or number < self._first:
             return
         self._found = extend(self._found, batch.to_bytes())
@@ -109,7 +109,7 @@ class RoundRecords:
         self._number = number
         self._records = [
             deque([record]) for record in records or []
-        ]  # for each replica; the first is that after ``number`` batches
+        ]  # the records of each replica, from the one after ``number`` batches on
 
     def take(self, replica: int, record: Record, taken: list[int]) -> None:
         """Add a batch that was taken from the inbox.
@@ -121,7 +121,7 @@ class RoundRecords:
         """
         while len(self._records) <= replica:
             self._records.append(deque([Record()]))
-        if len(self._records[replica]) < _KEPT:  # after another replica has ended there is no further round
+        if len(self._records[replica]) < _KEPT:  # if another replica has ended, there is no further round
             self._records[replica].append(record)
         while self._number < batches_to_skip(taken):
             self._number += 1
@@ -140,7 +140,7 @@ class RoundRecords:
 
 
 def batches_to_skip(taken: list[int]) -> int:
-    """Return how many batches of each replica all ranks have taken for certain, given those that one rank has taken."""
+    """Return how many batches of each replica all ranks have certainly taken, given the numbers of one rank."""
     return max(0, min(taken, default=0) - 1)
 
 
@@ -150,8 +150,8 @@ def records_after(batches: int, replicas: int, state: object) -> list[Record]:
     Args:
         batches: The number of batches of each replica.
         replicas: The number of replicas.
-        state: The state in a checkpoint. It may have any type; an unsuitable one gives records in which nothing is
-            known.
+        state: The state in a checkpoint. It may have any type; an unsuitable state gives records whose values are all
+            unknown.
     """
     if batches == 0:
         return [Record()] * replicas

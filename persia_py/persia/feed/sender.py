@@ -1,4 +1,4 @@
-"""The sending side of the feed in data-compose: sends batch ``n`` of the replica to rank ``n mod world size``."""
+"""The sending side of the feed in data-compose. Batch ``n`` of a replica goes to rank ``n mod world size``."""
 
 import threading
 import uuid
@@ -22,7 +22,7 @@ _LEAVE_S = 5.0
 
 
 class Sender:
-    """Sends batches to every rank of a run. It waits without a time limit for ranks to appear, and logs this.
+    """Sends batches to every rank of a run. It waits without a time limit until ranks are announced, and logs the wait.
 
     Args:
         job: The name of the job.
@@ -126,10 +126,10 @@ class Sender:
             raise Stopped(self._streams[0].stopped)
 
     def resume(self) -> str:
-        """Return the position at which the script can begin; empty: at its first batch.
+        """Return the position at which the script can begin; empty means its first batch.
 
-        The position is that after the batch before the oldest of the ranks' last batches. So each rank's last batch is
-        sent again, is compared with that which the rank has received, and is skipped.
+        The position is that after the next-to-last batch of the rank whose last batch is the oldest. The last batch of
+        each rank is therefore sent again, compared with the batch that the rank has received, and skipped.
         """
 
         def before_last(stream: RankStream) -> int:

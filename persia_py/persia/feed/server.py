@@ -22,7 +22,7 @@ from persia_core.data import Batch
 _logger = get_logger("feed")
 
 _GRACE_S = 5.0
-"""Seconds within which senders can receive the end of the feed."""
+"""Seconds for which the server waits until senders have received the end of the feed."""
 
 
 _Refusal = tuple[grpc.StatusCode, str]
@@ -130,8 +130,8 @@ class _FeedService(services.TrainerServicer):
                 hello.replica_index, hello.replica_size, hello.sender, callbacks, gone=is_gone
             )
         except Stopped as stopped:
-            # This is sent only after the generation has begun. Otherwise an attempt that never began would appear to be
-            # finished.
+            # The end is sent only after the generation has begun. Otherwise an attempt that never began would appear to
+            # be finished.
             generation, rank, world_size = self._current_run(context)
             yield pb.FeedReply(welcome=pb.FeedWelcome(generation=generation, rank=rank, world_size=world_size))
             yield _stop(str(stopped))
@@ -259,7 +259,7 @@ def _stop(reason: str) -> pb.FeedReply:
 def serve(job: str, *, host: str) -> FeedServer:
     """Listen for the batches of data-compose, on a free port.
 
-    The server starts before the rank is announced, so its address is known. Senders wait until
+    The server starts before the rank is announced, because the announcement contains its address. Senders wait until
     :meth:`FeedServer.welcome` has set the generation and the rank's data loader asks for its first batch.
 
     Args:

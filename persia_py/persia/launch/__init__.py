@@ -4,7 +4,7 @@ Commands:
 
 * :mod:`persia.launch.cli`: ``persia-launcher``, which starts one process of a job
 * :mod:`persia.launch.up`: ``persia up``, which runs a whole job on this host; :mod:`persia.launch.job_config`: its file
-* :mod:`persia.launch.service_ctx`: the same inside a ``with`` block, for tests and notebooks
+* :mod:`persia.launch.service_ctx`: a whole job inside a ``with`` block, for tests and notebooks
 
 Processes of a job:
 
@@ -17,7 +17,7 @@ Child processes:
 
 * :mod:`persia.launch.process`: one child process; :mod:`persia.launch.die_with_parent` ties it to its parent
 * :mod:`persia.launch.foreground`: a program that has this terminal; :mod:`persia.launch.background`: a program that
-  outlives it
+  outlives the terminal
 * :mod:`persia.launch.supervision`: waiting for several processes, and stopping them
 * :mod:`persia.launch.logs`: the output of processes
 * :mod:`persia.launch.user_script`: a user's script inside this process

@@ -1,6 +1,6 @@
 """A command that outlives its terminal: ``persia train --follow``.
 
-Its output goes to a file, whose content is shown.
+The output of the command is written to a file, and shown from this file.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Background:
     """A command that runs in the background.
 
     Args:
-        process: Its process, the leader of a separate session, so that terminals and Ctrl-C do not affect it.
+        process: The process of the command. It leads a separate session, and terminals and Ctrl-C do not affect it.
         log: The file with its output and errors.
     """
 
@@ -38,7 +38,7 @@ class Background:
         self._shown = -1  # the number of bytes shown; -1 until the start was reported
 
     def follow(self) -> int:
-        """Copy its output to standard output until it ends, and return its exit code.
+        """Copy the output of the command to standard output until the command ends, and return its exit code.
 
         On a terminal, Ctrl-C asks whether to end the command. If the user declines, or without a terminal, the command
         continues and the result is 130. The result is also 130 if the reader of standard output has ended.
@@ -63,7 +63,7 @@ class Background:
             self._shown = 0
         with self.log.open("rb") as file:
             while True:
-                code = self.process.poll()  # checked first, so that the file has all output of the process
+                code = self.process.poll()  # if it has ended now, the file has all output
                 file.seek(self._shown)
                 while piece := file.read(_PIECE):
                     sys.stdout.buffer.write(piece)

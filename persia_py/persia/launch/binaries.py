@@ -64,10 +64,10 @@ def run(
 
 
 def resolve_binary_execute_path(binary_name: str) -> str:
-    """Return the path of a program: the one in ``THIRD_PARTY_PATH``, or else the first one on ``PATH``.
+    """Return the path of a program: in ``THIRD_PARTY_PATH``, or else in the first folder of ``PATH`` that has it.
 
-    The folder of the running Python counts as the last folder on ``PATH``, so that an environment works without
-    activation.
+    The folder of the running Python counts as the last folder of ``PATH``. A virtual environment therefore works
+    without activation.
 
     Raises:
         UsageError: The program is in none of these folders.

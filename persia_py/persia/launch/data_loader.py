@@ -16,7 +16,7 @@ from persia.runtime.settings import SERVED, settings
 _PERIOD = 2.0
 """Seconds between two queries to NATS for new trainers, and between two reads of the run's summary."""
 _LAST_S = 10.0
-"""Seconds that the script has to end by itself after the end of the run."""
+"""The number of seconds that the script has to end by itself after the end of the run."""
 
 
 def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int, until_finished: bool = False) -> int:
@@ -28,7 +28,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
         index: The index of this replica.
         size: The number of replicas.
         until_finished: Whether to end, with 0, when the run is finished or was stopped by its budget. A run that had
-            already stopped before this call will be resumed; it is over when it ends or stops again.
+            stopped before this call is resumed, and is over when it is finished or stops again.
 
     Returns:
         0 after SIGTERM or SIGINT, otherwise the exit code of the script that failed, or 75 if a signal killed it.
@@ -103,12 +103,13 @@ def _end_of_script(events: Events, over: Callable[[], bool]) -> Process | int | 
 def wait_for_new_trainers(events: Events, *, served: str, over: Callable[[], bool] = lambda: False) -> int | None:
     """Wait until a rank 0 is announced at an address that is not ``served``.
 
-    Every training context has a different address, even in the same process. The new address may already be announced.
+    Every training context has a different address, even in the same process. The address of the next context may
+    already be announced.
 
     Args:
         events: The event queue; a signal ends the wait.
         served: The address of the rank 0 that has received all batches.
-        over: Returns whether the run is finished or has stopped, so that no new trainer will follow.
+        over: Returns whether the run is finished or has stopped. In this case, no new trainer follows.
 
     Returns:
         The number of the signal that ended the wait; None if a new rank 0 is announced, or the run is over.

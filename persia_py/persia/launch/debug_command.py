@@ -1,4 +1,4 @@
-"""The command after ``persia debug run --``: a script, or a launch command of torch, of which the script is run."""
+"""The command after ``persia debug run --``: a script, or a torchrun command whose script is run."""
 
 import os
 import re
@@ -40,8 +40,8 @@ def script_of(words: Sequence[str], *, rank: int, ranks: int | None) -> Script:
         words: ``FILE ...`` or ``-m MODULE ...``, optionally after ``python``, ``torchrun ...`` or ``python -m
             torch.distributed.run ...``.
         rank: The rank that is debugged.
-        ranks: The number of ranks; None means the number of torchrun, or ``GPU_NUM``, or the smallest number with which
-            ``rank`` exists.
+        ranks: The number of ranks; None means the number in the torchrun command, or ``GPU_NUM``, or the smallest
+            number with which ``rank`` exists.
 
     Raises:
         UsageError: The command has no script, or an option of torchrun is not supported.

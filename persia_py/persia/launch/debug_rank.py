@@ -1,7 +1,10 @@
 """The process of one rank of ``persia debug run``: ``python -m persia.launch.debug_rank FILE|-m MODULE ARGUMENTS...``.
 
-In contrast to :mod:`persia.launch.rank_main`, torch has no time limit for waiting for other ranks, a thread watches the
-other ranks from the start, and with ``PERSIA_DEBUG_POST_MORTEM=1`` a failing rank prompts at its error.
+This module differs from :mod:`persia.launch.rank_main` in three points:
+
+* Torch waits for other ranks for up to a day.
+* A thread watches the other ranks from the start.
+* With ``PERSIA_DEBUG_POST_MORTEM=1``, a failing rank prompts at its error.
 """
 
 import runpy

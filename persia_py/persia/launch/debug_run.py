@@ -21,8 +21,8 @@ from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
 
 LONGEST_S = "86400"
-"""The time limit of a look-up or push in seconds. It is long because a stopped rank blocks the turns of a reproducible
-run."""
+"""The time limit of a look-up or push in seconds. The limit is long, because a stopped rank blocks the ordered requests
+of the other ranks in a reproducible run."""
 _NOTICE_S = 5.0
 """Seconds that the other ranks have to end after one rank has ended them or has failed."""
 _LOOK_S = 0.5
@@ -151,7 +151,7 @@ class _Supervision:
     def _prompts(self) -> bool:
         """Whether the rank in the foreground is stopped at a prompt.
 
-        Its session must then continue after another rank fails.
+        In this case its session continues after another rank fails.
         """
         record = self._gate.get(f"rank-{self._job.rank}")
         return record is not None and bool(record["stopped"]) and self._gate.is_alive(record)
@@ -209,7 +209,7 @@ def _terminal() -> str | None:
     """Return the path of the terminal of this process; None if it has no terminal."""
     try:
         return os.ttyname(0) if os.isatty(0) else None
-    except OSError:  # its path is not visible in this container; ranks use the file descriptor instead
+    except OSError:  # the terminal has no path in this container; ranks use the descriptor
         return ""
 
 

@@ -1,7 +1,7 @@
 """Runs a program that the kernel kills when its parent dies: ``die_with_parent.py PARENT_PID PROGRAM ARGUMENTS...``.
 
-With this program, a killed launcher leaves no processes behind. It is run by its path and without site-packages, so
-that its start takes only a few milliseconds.
+With this program, no child process outlives a killed launcher. It is run by its path and without site-packages, so its
+start takes only a few milliseconds.
 """
 
 import ctypes

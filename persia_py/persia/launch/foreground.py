@@ -19,8 +19,9 @@ def run(
 ) -> int:
     """Run a program until it ends, and return its exit code.
 
-    Ctrl-C is left to the program, which has the same terminal. SIGTERM and SIGHUP are passed on to the program; when it
-    has ended, this process ends too, after cleaning up the blocks around this call. Call this only in the main thread.
+    Ctrl-C is left to the program, which has the same terminal. SIGTERM and SIGHUP are passed on to the program. When
+    the program has ended, this process also ends, after the blocks around this call have cleaned up. Call this only in
+    the main thread.
 
     Args:
         words: The program and its arguments.
@@ -47,7 +48,7 @@ def run(
             process.terminate()
 
     numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored signals stay ignored: nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
@@ -59,7 +60,7 @@ def run(
         code = process.wait()
     finally:
         for number, handler in before.items():
-            # None: the handler was not set from Python, so it cannot be restored
+            # None means that the handler was not set from Python, so it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if received:
         raise SystemExit(AGAIN)

@@ -208,7 +208,7 @@ def private_folder() -> Iterator[Path]:
     Folders of this user that killed processes have left are removed first.
     """
     for found in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        # OSError: the folder belongs to another user, is in use, or was removed
+        # OSError means that the folder belongs to another user, is in use, or was removed.
         with contextlib.suppress(OSError), _locked(found) as status:
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > _LOCK_TIME:
                 shutil.rmtree(found)

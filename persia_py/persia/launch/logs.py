@@ -17,7 +17,7 @@ _WIDTH = 14
 
 
 class Logs:
-    """Writes each line to ``folder/name.log``, and as ``name | line`` to standard output, in colours on a terminal.
+    """Writes each line to ``folder/name.log``, and as ``name | line`` to standard output, in color on a terminal.
 
     Args:
         folder: The folder, which is created if missing. Output is appended to existing files.

@@ -42,9 +42,10 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
         nodes: The number of replicas.
 
     Returns:
-        The exit code: 0 if every rank ended with 0, or ``PERSIA_RUN_DIR`` names a run that is already finished; after a
-        signal, that of :func:`persia.launch.supervision.stopped_by`; after a failure, that of a failed rank if it is
-        specific, otherwise 75. Without ``PERSIA_RUN_DIR`` every start is a new run.
+        The exit code. It is 0 if every rank ended with 0, or if ``PERSIA_RUN_DIR`` names a run that is already
+        finished. After a signal, it is the code of :func:`persia.launch.supervision.stopped_by`. After a failure, it is
+        the code of a failed rank if that is specific, otherwise 75. Without ``PERSIA_RUN_DIR``, every start is a new
+        run.
 
     Raises:
         ConfigError: The summary of the last run cannot be read or renamed.
@@ -120,7 +121,7 @@ def _wait_for_other_failures(left: set[Process], events: Events) -> None:
 
 
 def _exit_code(code: int) -> int:
-    # FAILED means that the script itself raised an exception, which a restart would repeat.
+    # FAILED means that the script raised an exception, which would occur again after a restart.
     return code if code == ExitCode.FAILED or code in _OWN_CODES else AGAIN
 
 

@@ -13,7 +13,7 @@ from typing import IO
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _OUTPUT_DEADLINE = 2.0
-"""Seconds to read the remaining output of an ended process, of which a child may keep the pipe open."""
+"""Seconds to read the remaining output of an ended process. A child of the process may keep the pipe open."""
 _LAST_LINES = 5
 
 

@@ -36,7 +36,8 @@ class PersiaServiceCtx:
     """Runs NATS, servers and middlewares for the duration of a ``with`` block, and functions in separate processes.
 
     Inside the block this process is part of the job: its ``TrainCtx`` uses the servers. The end of the block waits
-    until ``nn_worker_func`` has returned, unless an exception leaves the block. Then all processes are stopped.
+    until ``nn_worker_func`` has returned, unless an exception leaves the block. In both cases, all processes are then
+    stopped.
 
     Args:
         data_loader_func: A function that sends batches. It runs in one process for each replica.
@@ -51,7 +52,8 @@ class PersiaServiceCtx:
         embedding_parameter_replica_num: The number of servers.
         embedding_worker_port: The port of the first middleware. The other middlewares use the following ports; if one
             of them is in use, free ports are chosen.
-        embedding_parameter_server_port: The port of the first server, in the same way.
+        embedding_parameter_server_port: The port of the first server. The other servers use the following ports; if one
+            of them is in use, free ports are chosen.
         nats_server_port: The port of NATS; if it is in use, a free one is chosen.
 
     Raises:

@@ -44,8 +44,8 @@ class Events:
 
         Args:
             numbers: The numbers of the signals.
-            last: Whether the process ends after the block with a code that is already decided, so that later signals
-                are ignored.
+            last: Whether the process ends after the block with a code that is already decided. Later signals are then
+                ignored.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ def stop(
     grace: float = GRACE,
     say: Callable[[str], None],
 ) -> None:
-    """Stop processes together, and return when all have ended: SIGTERM, ``grace`` seconds, SIGKILL.
+    """Send SIGTERM to processes, and SIGKILL after ``grace`` seconds. Return when all have ended.
 
     The ends of processes are read from ``events``. A second signal to this process ends the grace period.
     """

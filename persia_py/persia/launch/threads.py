@@ -1,7 +1,7 @@
 """The number of torch threads in processes that run side by side on this host.
 
 Without ``OMP_NUM_THREADS``, torch starts in every process one thread for each physical core that the process may use.
-The threads of several ranks would then wait for each other.
+The threads of several ranks would then compete for the cores.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ def variables(
 
     Returns:
         ``OMP_NUM_THREADS``; nothing if the user has set it, or if a single process may use all processors that it sees,
-        for which torch's default is right. With ``REPRODUCIBLE`` it is 1, because sums in the dense model may depend on
-        the number of threads, so that results would depend on the processors of the host.
+        for which torch's default is right. With ``REPRODUCIBLE`` it is 1. Sums in the dense model may depend on the
+        number of threads, and results would otherwise depend on the processors of the host.
     """
     if environment.get(VARIABLE, "").strip():
         return {}

@@ -28,11 +28,11 @@ MEET_S = 20.0
 
 
 class Autosave:
-    """Saves a run every ``every`` steps, and at the end of each loop. A hook of the training loop.
+    """A hook of the training loop that saves a run every ``every`` steps, and at the end of each loop.
 
-    A save that fails is retried after 1, 2 and 4 s, at the next step boundary; then it is abandoned, and training
-    continues. The cut is made by all ranks together; rank 0 writes the files while training continues. Ranks learn that
-    a checkpoint is written when they make the next one, and then run ``after_commit``.
+    A save that fails is retried after 1, 2 and 4 s, at the next step boundary. After the last retry it is abandoned,
+    and training continues. All ranks make the cut together, and rank 0 writes the files while training continues. The
+    ranks are notified that a checkpoint is written when they make the next checkpoint. They then run ``after_commit``.
 
     Args:
         checkpoints: The options that the script has set, and the counters that it reads.
@@ -46,7 +46,7 @@ class Autosave:
         self._loop: Loop | None = None
         self._tries = 0
         self._retry_at: float | None = None  # the time of the next retry after a failed save; on rank 0
-        self._folder: Place = Path()  # the folder of the checkpoints, known from the first one on
+        self._folder: Place = Path()  # the folder of the checkpoints, known from the first checkpoint on
         self._is_last = False  # whether no step follows the save
 
     @property
@@ -59,7 +59,7 @@ class Autosave:
         self._loop = loop
 
     def before_step(self) -> None:
-        """Make a checkpoint if a multiple of ``every`` was passed since the last one."""
+        """Make a checkpoint if a multiple of ``every`` was passed since the last checkpoint."""
         step, every = self._backend.trained_step, self._checkpoints.every
         if step // every != self._checkpoints.saved // every:
             self.save(step)
@@ -237,8 +237,8 @@ class Autosave:
     def exit_if_requested(self, left_by: BaseException | None) -> None:
         """At the end of a context: save the run and exit, if this process was asked to stop.
 
-        If the block ended normally, all ranks stop if one of them was asked to. If the last save was abandoned, it is
-        retried, because a run without its last save is not finished.
+        If the block ended normally, all ranks stop if one of them was asked to stop. If the last save was abandoned, it
+        is retried, because a run without its last save is not finished.
 
         Args:
             left_by: The exception that leaves the context, if any.
@@ -297,7 +297,7 @@ class Autosave:
             )
 
     def _save_to_leave(self) -> None:
-        """Save the run if anything was trained, and if all ranks arrive here after the same step."""
+        """Save the run if anything was trained, and if all ranks call this method after the same step."""
         step, why = self._backend.trained_step, preemption.reason()
         try:
             if preemption.has_trained():
@@ -313,7 +313,7 @@ class Autosave:
 
 
 def _verify(path: Place) -> None:
-    """Check the hash of every file of a checkpoint. Delete a damaged checkpoint, so that no run resumes from it.
+    """Check the hash of every file of a checkpoint. Delete a damaged checkpoint, because no run may resume from it.
 
     Raises:
         CheckpointError: A file differs.

@@ -66,7 +66,7 @@ class Gradients:
                 self._sums = batch.sum(whole, scale)
             self.nonfinite = _any_in(whole) | from_dlpack(self._sums.nonfinite).any()
         elif batch.device_id is not None:
-            # A feature without a gradient is not updated, which only the CPU path supports.
+            # Some features have no gradient and must not be updated. Only the CPU path supports this.
             self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
 
     def first_nonfinite(self, kind: str, ids: Ids = no_ids) -> str | None:
@@ -139,7 +139,7 @@ class Backward:
         self.skipped_steps = 0
         self.grad_norm: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
-        self._skipped = 0  # consecutively
+        self._skipped = 0  # the number of consecutive skipped steps
         self.applied = False
         self._parts: list[torch.Tensor] = []  # the losses of the micro-batches of this step so far
 
@@ -152,7 +152,7 @@ class Backward:
 
     def accumulate(self, loss: torch.Tensor, step: int, backend: Backend) -> None:
         """Back-propagate a part of the step's loss. The gradients are added to those of the other parts."""
-        with backend.collective(), flight.Call(flight.BACKWARD, step):  # FSDP's hooks, which gather weights
+        with backend.collective(), flight.Call(flight.BACKWARD, step):  # the hooks of FSDP gather weights
             _back_propagate(self._scaled(loss), step)
         self._parts.append(loss.detach())
 
@@ -220,7 +220,7 @@ class Backward:
         if self.loss_scale is not None and parameters:
             self._unscale(self.loss_scale, parameters)
         mine = None
-        with backend.collective():  # on a device, the wait for the all-reduce happens here
+        with backend.collective():  # on a device, this block waits for the all-reduce
             self.grad_norm = norm = _total_norm(parameters) if parameters else None
             if gradients.nonfinite is None or _any_nonfinite(losses, norm, gradients.nonfinite):
                 clips = self._clip_norm is not None
@@ -297,7 +297,7 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
 
 
 def _clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor) -> None:
-    """Scale gradients down to a maximum norm. Of sharded gradients, each rank scales its own part."""
+    """Scale gradients down to a maximum norm. If gradients are sharded, each rank scales its own part."""
     if not any(is_sharded(each) for each in parameters):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return
@@ -333,7 +333,8 @@ def _first_nonfinite_tensor(
 ) -> NonFiniteTensor | None:
     """Return the first non-finite tensor in the order of the computation. Not a collective.
 
-    A norm beyond float32 counts if gradients are clipped, because the scaling factor would make all of them 0.
+    A norm beyond float32 counts as non-finite if gradients are clipped, because the scaling factor would make all
+    gradients 0.
     """
     if (
         bool(torch.isfinite(losses).all())

@@ -34,7 +34,7 @@ _logger = get_logger("digest")
 def md5_of(tensor: torch.Tensor) -> str:
     """Return the MD5 of the bytes of a tensor, in the order of its elements.
 
-    For a sharded tensor, of this rank's shard.
+    For a sharded tensor, return the MD5 of this rank's shard.
     """
     content = local_part(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.md5(content.numpy().data, usedforsecurity=False).hexdigest()
@@ -118,7 +118,7 @@ class Weights:
         return ((f"parameter/{name}", self._whole(each)) for name, each in self._named)
 
     def gradients(self) -> Named:
-        """Yield the gradients; None for a weight without one."""
+        """Yield the gradients; None for a weight without a gradient."""
         return ((f"gradient/{name}", self._whole(each.grad)) for name, each in self._named)
 
     def _whole(self, tensor: torch.Tensor | None) -> torch.Tensor | None:

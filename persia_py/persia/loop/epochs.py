@@ -1,4 +1,4 @@
-"""The epochs of a run: counts passes over the data in checkpoints. A hook of the training loop."""
+"""A hook of the training loop that counts the epochs of a run, and stores the count in checkpoints."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ class Epochs:
         self._loop: Loop | None = None
         self._began = 0
         self._running: int | None = None  # the epoch whose body is running
-        self._loops = 0  # the number of training loops in this body
+        self._loops = 0  # the number of training loops in the body of this epoch
         self._warned = False
 
     def begin(self, count: int) -> Iterator[int]:
@@ -47,7 +47,7 @@ class Epochs:
         if other is not None:
             text = f"ctx.epochs: {count} on rank {settings.rank}, {given[other][0]} on rank {other}"
             raise UsageError(f"{text}; pass the same number on every rank")
-        first = given[0][1]  # rank 0 has loaded the checkpoint
+        first = given[0][1]  # the value of rank 0, which has loaded the checkpoint
         if first is None:
             _logger.warning(
                 "ctx.epochs(%d): the checkpoint was written by an older version, which did not count epochs: epochs "

@@ -29,7 +29,7 @@ class FedBatch:
         step: The step of the batch.
         position: The position of the data set after the batch, as text.
         batch: The batch from the data set; the engine has this batch, or an empty one in its place.
-        quarantined: Whether the batch always fails on this rank, so that the engine has an empty one in its place.
+        quarantined: Whether the batch always fails on this rank. The engine then has an empty batch in its place.
     """
 
     step: int
@@ -112,6 +112,6 @@ def _join(thread: threading.Thread) -> bool:
 
 
 def empty_batch(slots: list[str]) -> Batch:
-    """Return a batch without ids. It is looked up instead of one that always fails, and is never trained on."""
+    """Return a batch without ids. It is looked up instead of a batch that always fails, and is never trained on."""
     none = [np.empty(0, np.uint64)]
     return PersiaBatch([IDTypeFeature(slot, none) for slot in slots], labels=[Label(np.zeros((1, 1), np.float32))]).data

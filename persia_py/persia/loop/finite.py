@@ -90,7 +90,7 @@ def _is_tensor(value: object) -> bool:
 def first_nonfinite_index(tensor: torch.Tensor) -> int | None:
     """Return the position of the first NaN or infinity in a tensor, counted row by row.
 
-    None if all elements are finite.
+    Return None if all elements are finite.
     """
     if tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous():
         return _core.first_nonfinite(tensor.detach())

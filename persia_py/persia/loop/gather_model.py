@@ -5,7 +5,7 @@ from persia.runtime.settings import settings
 
 
 class GatherModel:
-    """Gathers the weights of a model that is sharded over the ranks, when all ranks end a loop. A hook of the loop.
+    """A hook that gathers the weights of a model that is sharded over the ranks, when all ranks end a loop.
 
     Args:
         state: The state of the run, which has the model.

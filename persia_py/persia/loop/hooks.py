@@ -1,4 +1,4 @@
-"""The work of a training loop apart from steps: hooks, in one ordered list.
+"""The work of a training loop other than steps: hooks, in one ordered list.
 
 A hook is an object with any of the methods below. The loop calls each method on all hooks in order, and ``on_end`` in
 reverse order. All ranks have equal lists, which they compare when a loop starts.
@@ -6,7 +6,7 @@ reverse order. All ranks have equal lists, which they compare when a loop starts
 * ``on_start(loop)``: a pass begins, before any batch is fed. Every rank calls it, so a hook may use collectives.
 * ``before_lookup(fed_batch)``: returns whether a batch is withheld from the engine. It runs in the thread that reads
   ahead.
-* ``before_step()``: between two steps, on every rank; collectives as above.
+* ``before_step()``: called between two steps, on every rank, so a hook may use collectives.
 * ``vote(fed_batch)``: returns this rank's contribution to the single agreement before each step.
 * ``decide(step, votes)``: returns the decision from the votes of all ranks; true skips the step. It must be equal on
   every rank.

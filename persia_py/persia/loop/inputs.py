@@ -11,9 +11,9 @@ from persia.loop.feeder import FedBatch
 
 
 class InputAgreement:
-    """Makes all ranks use the same order in the first step of a loop: that of the first rank that knows one.
+    """Makes all ranks use the same order from the first step of a loop: the order of the first rank that knows one.
 
-    A rank knows the order from an earlier loop or a checkpoint, otherwise from its first batch.
+    A rank knows the order from an earlier loop or a checkpoint, or otherwise from its first batch.
 
     Args:
         inputs: The record of the order.

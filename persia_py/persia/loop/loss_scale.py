@@ -12,8 +12,8 @@ _MAX_SCALE = 2.0**24
 class LossScale:
     """Scales the loss to keep small gradients above 0 in float16: torch's GradScaler with a separate policy.
 
-    The policy is implemented here, because a step already knows whether its gradients were finite, for model and rows
-    together. GradScaler would wait for the device again.
+    This class has its own policy, because each step already determines whether all gradients of model and rows are
+    finite. GradScaler would wait for the device again.
 
     Args:
         growth_interval: The number of steps without infinity after which the scale is doubled. A step with infinity
@@ -52,7 +52,7 @@ class LossScale:
         self.scaler.update(self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the number of steps since the last one with NaN or infinity."""
+        """Return the scale, and the number of steps since the last step with NaN or infinity."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

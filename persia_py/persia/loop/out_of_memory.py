@@ -12,7 +12,7 @@ from persia.runtime.errors import DeviceError, OutOfMemoryError, PersiaError
 LARGEST = 8
 """The maximum number of lines in a report about tensors."""
 MANY = 32
-"""The number of equal tensors from which a report suggests that something keeps one per step."""
+"""The number of equal tensors from which a report suggests that the script keeps a tensor of each step."""
 NO_NAME = "not named"
 
 _HINT = (
@@ -55,7 +55,7 @@ def reported(step: int, rows: int, tensors: Callable[[], Iterable[Named]]) -> It
 
 
 def _of_device(error: RuntimeError, step: int) -> DeviceError:
-    """Return an error that explains how to find the operation, because CUDA reports an error at a later one."""
+    """Return an error that explains how to find the failed operation, because CUDA reports failures late."""
     return DeviceError(
         f"step {step}: {str(error).splitlines()[0]}; the traceback may show a later operation",
         hint="to see the operation that failed, train with persia train --sync-cuda (in a script "

@@ -1,4 +1,4 @@
-"""Records batches that fail. The step of a batch that always fails may be skipped."""
+"""Records batches that fail. Steps whose batches always fail may be skipped."""
 
 import contextlib
 import json
@@ -22,13 +22,14 @@ from persia.runtime.settings import settings
 _logger = get_logger("quarantine")
 
 FOLDER = "poison"
-"""The folder next to the checkpoints of a run. It has the name that earlier versions used."""
+"""The folder next to the checkpoints of a run. Its name differs from ``quarantine`` for compatibility with earlier
+versions."""
 TRIES = 3
 """The number of failures after which a batch counts as always failing."""
 MIN_STEP_DISTANCE = 100
 """The minimum distance between failing steps that are skipped, in steps.
 
-Closer failures suggest a bug, and neither step is skipped.
+Closer failures suggest a bug, and none of these steps is skipped.
 """
 _KEPT = 4096
 """The maximum number of characters of an error that are stored."""
@@ -59,14 +60,14 @@ class Record:
     checksum: int | None = None
 
     def is_of(self, position: dict[str, Any], content: bytes) -> bool:
-        """Whether this batch failed. Another batch may have its position now."""
+        """Whether this batch failed, and not another batch that had the same position in an earlier attempt."""
         return _place(self.position) == _place(position) and self.checksum == zlib.crc32(content)
 
 
 def _folder_of(checkpoints: Place) -> Path | None:
     """Return the folder of records: next to the checkpoints or, if they are in an object store, in the run's folder.
 
-    None if there is neither.
+    Return None if there is no such folder.
     """
     if isinstance(checkpoints, Path):
         return checkpoints / FOLDER
@@ -74,11 +75,11 @@ def _folder_of(checkpoints: Place) -> Path | None:
 
 
 class Quarantine:
-    """Records failing batches of this rank, and makes all ranks skip steps together. A hook of the training loop.
+    """A hook of the training loop that records failing batches of this rank, and makes all ranks skip steps together.
 
     Args:
-        checkpoints: The options of checkpoints, which tell whether such steps are skipped, and the folder of the
-            records.
+        checkpoints: The options of checkpoints. They determine whether steps that always fail are skipped, and the
+            folder of the records.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -102,7 +103,7 @@ class Quarantine:
         name = backend.all_gather("folder of the saves", self._checkpoints.name() if backend.is_rank_0 else None)[0]
         try:
             where = backend.checkpoint_dir(name)
-        except UsageError:  # this rank has no folder; this matters only if a batch fails here
+        except UsageError:  # this rank has no folder, and needs none unless a batch fails
             self._folder = None
         else:
             self._folder = _folder_of(where)
@@ -146,16 +147,16 @@ class Quarantine:
             return sorted(self._folder.glob(f"step-*.rank-{settings.rank}.json"))
         except FileNotFoundError:  # no batch has failed yet
             return []
-        except OSError as error:  # the other ranks wait for this one
+        except OSError as error:  # not raised, because the other ranks wait for this rank
             line = "cannot list the records of failed batches in %s: %s; earlier failures are not counted"
             _logger.warning(line, self._folder, error.strerror or error)
             return []
 
     def _nearby_failures(self, step: int) -> set[int]:
-        """Return the nearby steps that always fail, and come after the newest checkpoint or directly next to it.
+        """Return the nearby steps that always fail, and are after the newest checkpoint or directly before ``step``.
 
-        Steps that were skipped before that checkpoint do not count, because steps between them and this step were
-        trained.
+        Other steps that were skipped before the newest checkpoint do not count, because steps between them and ``step``
+        were trained.
         """
         near = {other for other in self._always if other != step and abs(other - step) < MIN_STEP_DISTANCE}
         return {other for other in near if other > self._saved or other == step - 1}
@@ -167,7 +168,7 @@ class Quarantine:
         )
 
     def before_lookup(self, fed_batch: FedBatch) -> bool:
-        """Whether this batch always fails on this rank, so that its step is skipped."""
+        """Whether this batch always fails on this rank. In this case its step is skipped."""
         record = self._mine.get(fed_batch.step) if fed_batch.step in self._to_skip else None
         if record is None or record.times < TRIES:
             return False
@@ -201,7 +202,7 @@ class Quarantine:
             return
         try:
             self._write(fed_batch, error)
-        except Exception as problem:  # for any exception, because the error of the batch is the one to report
+        except Exception as problem:  # any exception, because the error of the batch must be reported
             _logger.warning("step %d failed, but the failure cannot be recorded: %s", fed_batch.step, problem)
 
     def _write(self, fed_batch: FedBatch, error: Exception) -> None:

@@ -68,7 +68,7 @@ class Source:
         self.cursor: Cursor | None = None
         self._stateful = dataset if isinstance(dataset, Stateful) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._start: Cursor | None = None  # the start of the whole pass, even if a loop starts in the middle of it
+        self._start: Cursor | None = None  # the start of the pass, even if a loop starts in the middle of the pass
         self._end: Cursor | None = None
         self._skip = 0
 
@@ -108,7 +108,7 @@ class Source:
     def replay_digests(self) -> dict[str, Any] | None:
         """Return the digests of the batches before the cursor.
 
-        None if the data set is not a stream, or the digests are unknown.
+        Return None if the data set is not a stream, or the digests are unknown.
         """
         return None if self._stream is None else self._stream.replay_digests()
 

@@ -19,7 +19,7 @@ _INSTEAD = (
 
 
 class TrainedBatches:
-    """Counts the forward and backward passes of a context, a hook of its loops.
+    """Counts the forward and backward passes of a context. It is a hook of the context's loops.
 
     Attributes:
         skipped: The number of steps that were skipped because of NaN or infinity.

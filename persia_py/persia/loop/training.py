@@ -169,7 +169,7 @@ class TrainingLoop:
             ready = self._wait_for_data()
         preemption.exit_if_requested()
         fed = self._feeder.fed
-        # a ready source without a batch: the error of the data set follows
+        # a ready source without a batch means that the data set has failed
         fed_batch = fed[0] if ready and fed else None
         left = max(1, len(fed) + self._source.waiting()) if ready else 0
         ballots = self.backend.all_gather("next step", [left, self._hooks.vote(fed_batch)])
@@ -192,7 +192,7 @@ class TrainingLoop:
             )
 
     def _wait_for_data(self) -> bool:
-        """Wait until the data set has yielded the next batch, whether looked up or not.
+        """Wait until the data set has yielded the next batch. The look-up of the batch may be incomplete.
 
         Return False at the end of the data.
         """
@@ -200,7 +200,7 @@ class TrainingLoop:
             return self._pipeline.has_next()
 
     def _take(self) -> TrainingBatch | None:
-        """Return the next batch, looked up. The batch is open from here on, and errors are attributed to it."""
+        """Return the next batch, looked up. The batch is then open, and errors are attributed to it."""
         with watchdog.waiting(), flight.Call(flight.LOOK_UP, self.step + 1):
             batch = clock.patiently(lambda: self._pipeline.next(self._options.timeout_s), self._options.timeout_s)
         if batch is None:
@@ -243,7 +243,7 @@ class TrainingLoop:
     def release(self) -> None:
         """End the loop together with its context.
 
-        Hooks and loop refer to each other, which would keep the model alive.
+        This removes the reference cycle of hooks and loop, which would keep the model in memory.
         """
         self._abandoned = not self._ended
         self._end()
@@ -274,8 +274,8 @@ class TrainingLoop:
         """Return the batch to which an error is attributed.
 
         A refused look-up names its step, which may be ahead of the open batch. Any other error is attributed to the
-        open batch, unless it is an error of persia that is not one of data, or the script has left the loop and used
-        the context for other work.
+        open batch, with two exceptions: errors of persia that are not data errors, and errors after the script has left
+        the loop and used the context for other work.
         """
         used_since = self._ended and self.backend.activity != self._ended_at
         open_batch = None if used_since else self._open

@@ -1,4 +1,4 @@
-"""Ends a training loop that makes no progress, and reports each step to the flight recorder. A hook."""
+"""A hook that ends a training loop without progress, and reports each step to the flight recorder."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ _SLICES = 20
 
 
 class Watchdog:
-    """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
+    """A hook that ends this process if the training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds.
 
     A wait for data has its own limit, ``PERSIA_DATA_TIMEOUT``.
 

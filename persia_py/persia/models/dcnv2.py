@@ -12,8 +12,8 @@ from persia.runtime.errors import ConfigError
 class DCNv2(nn.Module):
     """Predict a binary label, such as a click, from dense inputs and one embedding for each slot.
 
-    A cross network multiplies inputs explicitly, an MLP implicitly. With ``x``, the concatenation of all dense inputs
-    and embeddings (the parallel structure of the paper, figure 1b)::
+    A cross network models products of inputs explicitly, an MLP implicitly. With ``x``, the concatenation of all dense
+    inputs and embeddings (the parallel structure of the paper, figure 1b)::
 
         logit = w . [cross(x), deep(x)] + b
 

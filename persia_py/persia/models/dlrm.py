@@ -21,7 +21,7 @@ class DLRM(nn.Module):
     ``i``.
 
     The model returns logits. Train it with ``nn.BCEWithLogitsLoss``; ``torch.sigmoid`` of the output is the
-    probability. PersiaML's scripts have a sigmoid in the model and use ``nn.BCELoss``. This computes the same function,
+    probability. PersiaML's scripts have a sigmoid in the model and use ``nn.BCELoss``. Their loss is the same function,
     but a sigmoid that rounds to 0 or 1 has no gradient.
 
     Args:

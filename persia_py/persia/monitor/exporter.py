@@ -1,8 +1,8 @@
-"""Serves the metrics of this process on a port, and pushes those of a short run to a gateway.
+"""Serves the metrics of this process on a port, and pushes the metrics of a short run to a gateway.
 
 ``PERSIA_METRICS_LISTEN`` is ``HOST:PORT``, or ``off``. If it is not set, a process of a job uses port 9464, or a free
-port if that is in use: on all addresses with a token file, on loopback without one. No port is opened then in the
-embedded mode, and in a job whose global configuration disables metrics.
+port if 9464 is in use. With a token file it listens on all addresses, without one on loopback. In the embedded mode, or
+if the global configuration of the job disables metrics, no port is opened unless the variable is set.
 """
 
 import errno
@@ -28,9 +28,10 @@ from persia_core.discovery import advertised_host
 _logger = get_logger("monitor")
 
 PORT = 9464
-"""The default port, which is that of servers too."""
+"""The default port, which servers also use."""
 SHORT_S = 60.0
-"""The run time in seconds above which a run with a port is not pushed, because Prometheus has scraped it."""
+"""The run time in seconds above which the metrics of a run with a port are not pushed, because Prometheus has scraped
+them."""
 _LAST_PORT = 65_535
 _PUSH_S = 5.0
 """Seconds within which the gateway must respond."""
@@ -100,7 +101,7 @@ class Exporter:
             prometheus_client.push_to_gateway(
                 gateway, job=run_id(), registry=self.registry, grouping_key={"instance": self._name}, timeout=_PUSH_S
             )
-        except Exception as error:  # reading the metrics of a run that has failed may raise anything, as CUDA does
+        except Exception as error:  # reading the metrics of a failed run may raise any error, such as one of CUDA
             step = next_step(error)
             if isinstance(error, OSError) and not step:
                 step = f"; next: persia doctor --gateway {shlex.quote(gateway)}"
@@ -113,7 +114,7 @@ Metrics = TypeVar("Metrics", bound=Collector)
 
 
 class Exported(Generic[Metrics]):
-    """The metrics of this process and their port, from the first start on until the process ends.
+    """The metrics of this process and their port, from the first start until the process ends.
 
     Args:
         make: Creates the metrics.
@@ -146,7 +147,7 @@ class Exported(Generic[Metrics]):
 
 
 def wanted() -> bool:
-    """Whether this process has a metrics port or a gateway, so that counting is useful."""
+    """Whether this process has a metrics port or a gateway. Otherwise nothing needs to be counted."""
     return settings.metrics_gateway is not None or _place() is not None
 
 

@@ -25,7 +25,8 @@ class Use:
 
     Attributes:
         used_bytes: The memory that the process uses; None if the driver does not report it.
-        percent: The share of the time since the last sample in which the process computed; None likewise.
+        percent: The share of the time since the last sample in which the process computed; None if the driver does not
+            report it.
     """
 
     used_bytes: int | None
@@ -41,9 +42,10 @@ class Gpu:
         uuid: Its UUID without ``GPU-``, which is the same in containers.
         used_bytes: The memory that all processes use.
         total_bytes: The total memory of the GPU.
-        percent: The share of the last second or less in which the GPU computed; None if the driver does not report it.
-        processes: The processes on the GPU, by process id. In a container the driver may show none, and nvidia-smi
-            alone is not asked for them.
+        percent: The share of time in which the GPU computed, over at most the last second; None if the driver does not
+            report it.
+        processes: The processes on the GPU, by process id. It is empty if only nvidia-smi is used, and may be empty in
+            a container.
     """
 
     index: str
@@ -136,7 +138,7 @@ class _Nvml:
     def _told(self, ask: Callable[[], Any]) -> Any:
         """Return the result of a query.
 
-        An empty list if it has no entries, None if this GPU does not support it (MIG).
+        Return an empty list if the query has no entries, and None if this GPU does not support the query (MIG).
         """
         nvml = self._nvml
         try:

@@ -12,8 +12,8 @@ def resident() -> int:
 def device(number: int | None) -> dict[str, int]:
     """Return the memory of this process on a GPU in bytes, as PyTorch counts it; nothing on the CPU.
 
-    ``allocated`` are the bytes of tensors, ``reserved`` those that PyTorch holds for tensors, ``max_allocated`` and
-    ``max_reserved`` their maxima so far.
+    ``allocated`` is the memory of tensors, and ``reserved`` the memory that PyTorch holds for tensors.
+    ``max_allocated`` and ``max_reserved`` are their maxima so far.
     """
     if number is None or not torch.cuda.is_available():
         return {}

@@ -17,7 +17,7 @@ _logger = get_logger("monitor")
 REQUEST_S = 5.0
 """Seconds within which a client must send its request, and receive each part of the response."""
 CONNECTIONS = 32
-"""The maximum number of connections that are served at once; further ones are closed."""
+"""The maximum number of connections that are served at the same time; further connections are closed."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -28,7 +28,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each of at most :data:`CONNECTIONS` connections."""
+    """A server with one thread for each of at most :data:`CONNECTIONS` connections."""
 
     daemon_threads = True
 
@@ -40,7 +40,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__((str(address[0]), port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread that serves the connection; close it if too many are served."""
+        """Start a thread that serves the connection. Close the connection if too many are served."""
         if not self._free.acquire(blocking=False):
             _logger.debug("metrics: closed a connection from %s: at most %d are served", client_address, CONNECTIONS)
             self.shutdown_request(request)

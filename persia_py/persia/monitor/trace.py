@@ -1,7 +1,7 @@
 """Traces of steps by OpenTelemetry: the spans of the training loop of every N-th step.
 
-With ``OTEL_EXPORTER_OTLP_ENDPOINT``, every ``PERSIA_TRACE_EVERY``-th step is traced. The spans of the engine, of
-middlewares and of servers are recorded in Rust, which also sends those of this module.
+With ``OTEL_EXPORTER_OTLP_ENDPOINT``, every ``PERSIA_TRACE_EVERY``-th step is traced. Rust code records the spans of the
+engine, of middlewares and of servers. It also sends the spans of this module.
 """
 
 import threading
@@ -29,7 +29,7 @@ class Trained(Protocol):
 
 
 class StepSpans:
-    """Records the calls of the training loop of traced steps; an observer of the flight recorder.
+    """An observer of the flight recorder that records the calls of the training loop in traced steps.
 
     Args:
         every: The interval between traced steps.
@@ -94,7 +94,7 @@ def recorded(calls: list[flight.Call], to_unix: float) -> Iterator[_Recorded]:
     """Yield the ended calls in the form that ``record_step`` takes.
 
     Args:
-        calls: The calls, in the order of their ends, so that a call precedes the call that encloses it.
+        calls: The calls, in the order of their ends. A call therefore precedes the call that encloses it.
         to_unix: The Unix time, in seconds, at which ``time.monotonic`` is 0.
     """
     for own, call in enumerate(calls):
@@ -110,7 +110,7 @@ _own: StepSpans | None = None
 def start() -> StepSpans | None:
     """Return a recorder of this rank's steps.
 
-    None without a collector, if ``PERSIA_TRACE_EVERY`` is 0, or if a recorder is already active.
+    Return None without a collector, if ``PERSIA_TRACE_EVERY`` is 0, or if a recorder is already active.
 
     Raises:
         ConfigError: A variable of OpenTelemetry has a value that cannot be used.

@@ -1,4 +1,4 @@
-"""The counters of a rank. They observe its calls and steps, and Prometheus reads them."""
+"""The counters of the calls and steps of a rank, which Prometheus reads."""
 
 import threading
 import time
@@ -67,7 +67,9 @@ class Saved(Protocol):
 
 
 class TrainerMetrics(Collector):
-    """The metrics of this rank. A step only adds to lists, in the thread of the training loop; a scrape does the rest.
+    """The metrics of this rank.
+
+    A step only adds to lists, in the thread of the training loop. A scrape computes the values.
 
     One object serves all contexts of a process, one after another.
     """
@@ -86,7 +88,7 @@ class TrainerMetrics(Collector):
         self._checkpoints: Saved | None = None
         self._written = (0, 0.0)  # the step of the last checkpoint, and the seconds of steps when it was written
         self._recovery: float | None = None
-        self._lock = threading.Lock()  # values kept between scrapes
+        self._lock = threading.Lock()  # guards the values that are kept between scrapes
         self._taken: tuple[float, dict[str, float], dict[str, float]] = (0.0, {}, {})
         self._stages = dict.fromkeys(STAGES, 0.0)
         self._before = (0, 0)  # samples and skipped steps of earlier contexts

@@ -1,7 +1,7 @@
 """Embedding tables as a module of an existing model, without PersiaML's loop.
 
 As with :class:`persia.ctx.TrainCtx`, the rows are in this process or, if ``PERSIA_NATS_URL`` is set, on embedding
-servers. A forward pass is a step of the engine; the backward pass is its push.
+servers. A forward pass is a step of the engine. The backward pass is its push.
 """
 
 import json
@@ -48,13 +48,13 @@ class EmbeddingCollection(torch.nn.Module):
     """Embedding tables with autograd, which map features to one pooled vector per sample and feature.
 
     In training, with gradients enabled, a forward pass looks up rows. The backward pass pushes one gradient for each
-    row. The push inserts missing rows, and ``optimizer`` updates the rows immediately (as in torchrec's fused tables:
-    if gradients are accumulated over several backward passes, each of them updates the rows). A forward pass reads all
-    updates that earlier backward passes have pushed. In evaluation (``eval()``, or under ``torch.no_grad()``) nothing
+    row. The push inserts missing rows, and ``optimizer`` updates the rows immediately. If gradients are accumulated
+    over several backward passes, each pass updates the rows, as in torchrec's fused tables. A forward pass reads all
+    updates that earlier backward passes have pushed. In evaluation (``eval()``, or under ``torch.no_grad()``), no row
     changes, and missing rows are zeros.
 
-    A state dict does not contain the rows, but a reference to them. It is refused if the collection has other rows, so
-    save and load both together, with :meth:`save` and :meth:`load`.
+    A state dict does not contain the rows, but a reference to them. The state dict is refused if the collection has
+    other rows. Save and load rows and state dict together, with :meth:`save` and :meth:`load`.
 
     The module has no parameters, so the optimizer of the model and DistributedDataParallel see only the other modules.
     ``torch.compile`` does not compile its forward pass (a graph break). Outputs are on ``device``. Do not use a
@@ -62,18 +62,18 @@ class EmbeddingCollection(torch.nn.Module):
 
     Gradients are pushed once: a second backward pass through the same outputs raises
     :class:`~persia.errors.UsageError`. If a gradient has NaN or infinity, the backward pass pushes no gradient of this
-    rank: no row changes, a warning names the feature and sample, and :attr:`skipped` is above 0 until the next push;
-    the 25th such pass in a row raises :class:`~persia.errors.NonFiniteError`. Other ranks push their gradients. The
-    script runs the dense optimizer itself: call its ``step`` only if the norm that
-    ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite. Under DDP the norm is finite on all
+    rank and changes no row. A warning names the feature and sample, and :attr:`skipped` is above 0 until the next push.
+    The 25th consecutive pass without a push raises :class:`~persia.errors.NonFiniteError`. Other ranks push their
+    gradients. The script runs the dense optimizer itself: call its ``step`` only if the norm that
+    ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite. Under DDP, the norm is finite on all
     ranks or on none.
 
-    With ``PERSIA_NATS_URL`` set the rows are on the job's servers, which are started with the slots that
-    :meth:`embedding_config` gives; a process then has one collection and no TrainCtx, and every rank creates the
+    With ``PERSIA_NATS_URL`` set, the rows are on the job's servers, which are started with the slots that
+    :meth:`embedding_config` returns. A process then has one collection and no TrainCtx, and every rank creates the
     collection. Embedding gradients are divided by the number of ranks, as DDP divides dense gradients. Construction,
-    saving, loading and the first forward of training are collective: all ranks call them. Several ranks need a process
-    group of torch: a group whose backend is not gloo must be started *before* the collection, which otherwise starts a
-    gloo group (torch refuses a second group)::
+    saving, loading and the first forward pass of training are collective: all ranks call them. Several ranks need a
+    process group of torch, and torch refuses a second group. The collection starts a gloo group if there is none, so
+    start a group with another backend *before* the collection::
 
         torch.cuda.set_device(env.get_local_rank())
         torch.distributed.init_process_group(
@@ -99,17 +99,18 @@ class EmbeddingCollection(torch.nn.Module):
             rows come from :meth:`load`, which then accepts a checkpoint of any optimizer, or from the training run on
             the servers.
         config: The initializer, the admission rule and the weight bound. None means
-            :func:`persia.nn.default_embedding_config`, and after :meth:`load` the range of the checkpoint's new rows.
+            :func:`persia.nn.default_embedding_config`. After :meth:`load`, None means the range that the checkpoint has
+            for new rows.
         staleness: The maximum number of forward passes that may await their backward pass. None means
-            ``EMBEDDING_STALENESS``, by default 8; with ``REPRODUCIBLE`` set it is 1, with a warning if another value is
-            given.
+            ``EMBEDDING_STALENESS``, by default 8. With ``REPRODUCIBLE`` set, the staleness is 1. If another value is
+            given, a warning is logged.
         device: The device on which vectors are pooled and their gradients summed: a CUDA device (``"cuda"`` means
             PyTorch's current device), or None for the CPU.
         dtype: The dtype of vectors on a CUDA device: float32, float16 or bfloat16.
 
     Raises:
         DeviceError: This build or machine has no such device.
-        ConfigError: A table is invalid, or tables contradict each other; the message lists all errors.
+        ConfigError: A table is invalid, or tables contradict each other. The message lists all errors.
         UsageError: The call is inside a context of :mod:`persia.ctx`, this process already has a collection over
             servers, or the staleness is out of range.
     """
@@ -148,11 +149,12 @@ class EmbeddingCollection(torch.nn.Module):
         """Look up and pool every feature.
 
         Args:
-            features: For each feature name of the tables, its ids: a 1-d tensor or array of any integer dtype or a list
-                of ints, with one id for each sample; or a list with such ids for each sample; or ``(ids, offsets)``,
-                where sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or ``(ids, offsets, weights)`` with a float32
-                weight for each id, where pooling is a sum. The weights get no gradient. Ids are those of
-                :mod:`persia.embedding.ids`, as in a :class:`~persia.embedding.data.PersiaBatch`.
+            features: For each feature name of the tables, its ids. Ids are a 1-d tensor or array of any integer dtype,
+                or a list of ints, with one id for each sample. A sample may also have several ids: pass a list with
+                such ids for each sample, or ``(ids, offsets)``, where sample ``i`` has
+                ``ids[offsets[i]:offsets[i + 1]]``. If pooling is a sum, ``(ids, offsets, weights)`` adds a float32
+                weight for each id. The weights get no gradient. Ids are those of :mod:`persia.embedding.ids`, as in a
+                :class:`~persia.embedding.data.PersiaBatch`.
 
         Returns:
             For each feature, in the order of the tables (after :meth:`load`, of the checkpoint), a tensor ``[batch,
@@ -161,7 +163,7 @@ class EmbeddingCollection(torch.nn.Module):
         Raises:
             DataError: A feature is missing or unknown, an id is negative or larger than 2^64 - 1, offsets or weights do
                 not fit the ids, or there are more ids than a look-up may have. In the last case, pending forward passes
-                must run their backward pass before the next forward pass, or lose it.
+                must run their backward pass before the next forward pass, or their gradients are lost.
             FeatureTypeError: An input has a wrong dtype or number of dimensions.
             BatchSizeError: Features have different batch sizes, or no sample.
             UsageError: The number of forward passes without a backward pass has reached the staleness, a collection
@@ -201,16 +203,16 @@ class EmbeddingCollection(torch.nn.Module):
     def save(self, directory: str | os.PathLike[str], **states: dict[str, Any]) -> None:
         """Save the rows as a checkpoint in ``directory``, which is replaced atomically.
 
-        It includes every push of every rank so far. Every rank calls this, and returns when the checkpoint is complete.
-        Rank 0 writes it; the ``states`` of other ranks are ignored.
+        The checkpoint includes every push of every rank so far. Every rank calls this method, which returns when the
+        checkpoint is complete. Rank 0 writes the checkpoint. The ``states`` of other ranks are ignored.
 
         Args:
             directory: The directory, which is created if missing. A relative path is below ``PERSIA_CKPT_DIR``, if that
-                is set; with servers, an absolute path must be below it too.
+                is set. With servers, an absolute path must be below it too.
             **states: State dicts for the same checkpoint: ``model=model.state_dict()`` becomes ``model.pt``.
 
         Raises:
-            StorageError: The checkpoint cannot be written. All ranks raise the error; the previous content remains.
+            StorageError: The checkpoint cannot be written. All ranks raise the error. The previous content remains.
             UsageError: The collection has no optimizer.
         """
         self._session.save(directory, [*self._pooling], {f"{name}.pt": state for name, state in states.items()})
@@ -218,12 +220,12 @@ class EmbeddingCollection(torch.nn.Module):
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
         """Continue with the rows, the step and the learning rate of a checkpoint of a collection or of a context.
 
-        Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
-        one rank cannot load, no rank does, so all ranks can catch the error and continue together. From then on,
-        vectors are returned in the order that the model of the checkpoint used.
+        Every file is verified before anything changes. Every rank calls this method, which returns when the rows are
+        loaded. If one rank cannot load, no rank loads, so all ranks can catch the error and continue together. After
+        the load, vectors are returned in the order that the model of the checkpoint used.
 
         Args:
-            directory: The checkpoint; a relative path is below ``PERSIA_CKPT_DIR``, if that is set.
+            directory: The checkpoint. A relative path is below ``PERSIA_CKPT_DIR``, if that is set.
 
         Returns:
             The checkpoint. Its ``state("model.pt")`` is the ``model`` that was passed to :meth:`save`.
@@ -266,7 +268,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def evaluation_report(self) -> EvaluationReport:
-        """The number of ids without a row, since the last training forward pass, save or load."""
+        """The number of looked-up ids without a row since the last training forward pass, save or load."""
         return self._session.evaluation.report
 
     def stats(self) -> dict[str, Any]:
@@ -281,11 +283,11 @@ class EmbeddingCollection(torch.nn.Module):
         return self._session.rows.reference(self.step)
 
     def set_extra_state(self, state: object) -> None:
-        """Check the reference of a state dict that is loaded; no row changes.
+        """Check the reference of a state dict that is loaded. No row changes.
 
         Raises:
-            CheckpointError: The rows of this module do not belong to the state dict: the module was trained since, or
-                has the rows of another checkpoint.
+            CheckpointError: The rows of this module do not belong to the state dict. The module was trained after the
+                state dict was taken, or has the rows of another checkpoint.
         """
         self._session.rows.check(state, self.step)
 
@@ -307,8 +309,8 @@ class EmbeddingCollection(torch.nn.Module):
     def close(self) -> None:
         """Apply all pushes and stop the engine. Rows in this process are lost.
 
-        This happens automatically when the module is garbage collected or the process ends. Under the launcher, a run
-        whose last pushes cannot be applied is not finished.
+        A collection is closed automatically when it is garbage collected or the process ends. Under the launcher, a run
+        whose last pushes cannot be applied is not marked as finished.
         """
         self._session.close()
 
@@ -337,7 +339,7 @@ class _LookedUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
-        """Push the gradients. A vector on which the loss does not depend has none."""
+        """Push the gradients. A vector on which the loss does not depend has no gradient."""
         ctx.step.push(gradients)
         return None, None
 

@@ -20,7 +20,7 @@ def default_optimizer(lr: float = 0.1) -> Adagrad:
 
     The result is ``Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)``, with a single state value per
     row. If the loss is a sum, gradients are larger by the factor of the batch size, and the first updates are too
-    large; in this case use ``Adam(lr=0.01)``, whose steps do not depend on the scale of the loss.
+    large. In this case, use ``Adam(lr=0.01)``, whose steps do not depend on the scale of the loss.
 
     Raises:
         ConfigError: ``lr`` is not finite or is negative.
@@ -57,8 +57,8 @@ def range_of(config: EmbeddingConfig) -> dict[str, Any]:
 def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
     """Return the configuration of rows that are inserted after a checkpoint is loaded, if the script passes none.
 
-    It has the range of initial weights that the checkpoint recorded. Imported rows continue with
-    :func:`default_embedding_config`, checkpoints of an older version or of a context with PersiaML's defaults.
+    The configuration has the range of initial weights that the checkpoint recorded. Imported rows continue with
+    :func:`default_embedding_config`. Checkpoints of an older version or of a context continue with PersiaML's defaults.
 
     Raises:
         CheckpointError: The saved range is invalid.

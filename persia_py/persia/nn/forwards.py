@@ -13,11 +13,11 @@ class Forwards:
 
     def __init__(self) -> None:
         self.backwards = self._forwards = 0
-        self._dropped = 0  # consecutively
+        self._dropped = 0  # the number of consecutive dropped forward passes
         self._warned = False
 
     def forward(self) -> None:
-        """Record a forward pass; log a warning if the previous ones were dropped."""
+        """Record a forward pass. Log a warning if the previous ones were dropped."""
         self._forwards += 1
         if self._dropped < WARN_AFTER or self._warned:
             return
@@ -48,7 +48,7 @@ class Forwards:
             )
 
     def log(self, when: str) -> None:
-        """Log how many forward passes had a backward pass; a warning if none had."""
+        """Log how many forward passes had a backward pass. If none had one, the log level is warning."""
         if self._forwards and not self.backwards:
             text = "%s: no row was updated (forward passes: %d, none with a backward pass)"
             _logger.warning(text, when, self._forwards)

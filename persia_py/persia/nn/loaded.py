@@ -16,9 +16,9 @@ _logger = get_logger("collection")
 
 
 def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[float | None, list[str]]:
-    """Return the learning rate in a checkpoint and the names of its rows; nothing if no collection saved it.
+    """Return the learning rate in a checkpoint and the names of its rows; nothing if no collection wrote it.
 
-    The rate is None if the collection is not trained.
+    The rate is None if the collection was not trained.
 
     Raises:
         CheckpointError: The optimizer refuses the rate.
@@ -39,7 +39,7 @@ def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[flo
 
 
 def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
-    """Check that a collection has all features of a checkpoint's model; warn about additional features.
+    """Check that a collection has all features of a checkpoint's model. Warn about additional features.
 
     Tables that the checkpoint lacks are reported when its rows are restored.
 
@@ -77,7 +77,7 @@ def warn_unread_model(loaded: snapshot.Load | None, rows: RowsVersion) -> None:
 
     Args:
         loaded: The checkpoint; None if there is none.
-        rows: The names of the rows, against which a state dict may have been checked since.
+        rows: The names of the rows. A state dict may have been checked against them after the load.
     """
     if loaded is None or not loaded.models or loaded.models & loaded.read or rows.checked or settings.rank != 0:
         return

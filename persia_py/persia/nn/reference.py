@@ -18,10 +18,11 @@ _BYTES = 1 + 16 + 8  # version, id, step
 class RowsVersion:
     """Names the current rows of a collection, so that a state dict can refer to them.
 
-    After rows have changed, they get a new random name when one is requested. A checkpoint keeps the names of its rows.
+    After rows have changed, they get a new random name when a name is requested. A checkpoint keeps the names of its
+    rows.
 
     Args:
-        known: Whether the rows are known here. Rows on servers that another process has trained have no name here.
+        known: Whether this process knows the rows. It has no name for rows on servers that another process has trained.
 
     Attributes:
         checked: Whether a state dict with a reference to these rows was loaded.
@@ -43,7 +44,7 @@ class RowsVersion:
         return min(self._names)
 
     def set(self, names: Iterable[str]) -> None:
-        """Use the names of the rows from a checkpoint or from other ranks; each rank may have named them."""
+        """Use the names of the rows from a checkpoint or from other ranks. Each rank may have given its own name."""
         self._names = {*names}
         self.checked = False
 

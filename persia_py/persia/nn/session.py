@@ -68,7 +68,7 @@ class PendingBackward:
         self._batch.discard()
 
     def lose(self) -> None:
-        """Discard the step because another forward pass was refused, which is not an error of the script."""
+        """Discard the step because another forward pass was refused. This is not an error of the script."""
         self._pushed = True
         self.discard()
 
@@ -79,7 +79,7 @@ class PendingBackward:
 
 
 class _GivenGroup(DDPOption):
-    """The process group that the script has started, or else one that persia starts.
+    """The process group that the script has started, or a group that Persia starts.
 
     torch refuses a second process group in a process, so the script cannot start one later.
     """
@@ -136,7 +136,7 @@ class Session:
         self._loaded_from: snapshot.Load | None = None
         self.skipped = 0
         self._pipeline: Pipeline | None = None
-        self._refused = False  # the pipeline has ended with a batch that was not looked up
+        self._refused = False  # whether a refused batch, which was not looked up, has ended the pipeline
         self._lost = ""
         self._backend = self._open_backend(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
         self.evaluation = Evaluation(self._backend, "collection.load(DIRECTORY)")
@@ -177,7 +177,7 @@ class Session:
         return self._backend.trained_step
 
     def evaluate(self, batch: Batch) -> TrainingBatch:
-        """Look up a batch after all pushes so far, without changing anything."""
+        """Look up a batch after all pushes so far, without changing rows."""
         self._check_open()
         if self._optimizer is None and self._loaded_from is None and isinstance(self._backend, LocalBackend):
             raise UsageError(
@@ -255,7 +255,7 @@ class Session:
     def save(
         self, directory: str | os.PathLike[str], features: Sequence[str], states: Mapping[str, dict[str, Any]]
     ) -> None:
-        """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
+        """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this. Rank 0 writes."""
         self._check_open()
         optimizer = self._training_optimizer("save()")
         self.forwards.warn_untrained_save()
@@ -273,7 +273,7 @@ class Session:
                         save.add_state(name, state)
 
     def load(self, directory: str | os.PathLike[str], features: Mapping[str, str]) -> snapshot.Load:
-        """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows.
+        """Replace rows, step and learning rate by a checkpoint's. Every rank calls this. Rank 0 restores the rows.
 
         ``features`` maps each feature to the name of its table.
         """
@@ -292,7 +292,7 @@ class Session:
             settings_of_rows = self._backend.row_settings
             if self._is_default:
                 settings_of_rows = RowSettings(self._optimizer, saved_default(loaded))
-        with self._backend.together("the loop before a load"):  # here all ranks return, or all raise an error
+        with self._backend.together("the loop before a load"):  # in this block all ranks return, or all raise an error
             self._leave_loop()
             self.engine.drain()
         with self._backend.together("the end of load"):
@@ -350,7 +350,7 @@ class Session:
             self._backend.close_loop(pipeline, together=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Apply all pushes and stop the engine. An ``error`` is reported to the other ranks, whose run fails too."""
+        """Apply all pushes and stop the engine. An ``error`` is reported to the other ranks, and the run fails."""
         if self._finalizer.detach() is None:
             return
         run.release(self)

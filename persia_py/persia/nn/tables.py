@@ -30,7 +30,7 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
     """Check tables.
 
     Raises:
-        ConfigError: A table is invalid, or two tables contradict each other; the message lists every error.
+        ConfigError: A table is invalid, or two tables contradict each other. The message lists every error.
     """
     wrong = [] if tables else ["no table: pass at least one TableConfig"]
     seen: dict[str, str] = {}

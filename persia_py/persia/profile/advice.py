@@ -50,7 +50,7 @@ def advise(profiles: Sequence[Measured]) -> Advice:
     """Return the bottleneck of a run, with advice.
 
     The bottleneck is the stage with the largest share of the time, averaged over the ranks. If one rank waits much less
-    than the others, the others wait for that rank; the bottleneck is then that rank and the stage in which it spends
+    than the others, the others wait for that rank. The bottleneck is then that rank, and the stage in which it spends
     its time. If look-ups or pushes limit the run and one server differs from the others, the advice names that server.
     """
     waits = {each.rank: each.shares[names.RANKS] for each in profiles}
@@ -82,7 +82,7 @@ _MEANS = {
 
 
 def _change(stage: str, content: dict[str, Any]) -> str:
-    """Return advice on what to change: a key of ``persia.yml``, and for a script also the argument in its place."""
+    """Return advice on what to change: a key of ``persia.yml``, and for a script also the corresponding argument."""
     in_script = "threads" not in content  # persia train records its settings
     staleness, servers = int(content["staleness"]), bool(content["servers"])
     if stage == names.DATA:

@@ -29,15 +29,15 @@ class Comm:
         """Return counts and times, JSON-serializable.
 
         Returns:
-            ``calls``: for each call of the training loop (wait for data, look-up, push, all-reduce, agreement,
-            collective) its ``count`` and ``seconds`` since the first loop of the process started, and ``p50_ms`` and
-            ``p99_ms`` of the latest calls. These are times of the loop; look-ups and pushes run concurrently.
+            ``calls``: for each kind of call of the training loop (wait for data, look-up, push, all-reduce, agreement,
+            collective), its ``count`` and ``seconds`` since the first loop of the process started. ``p50_ms`` and
+            ``p99_ms`` are those of the latest calls. These are times of the loop; look-ups and pushes run concurrently.
             ``engine``: the seconds that each stage of the engine took in its own threads: ``lookup`` and ``push`` are
             requests to the tables, ``permit_wait`` is the wait that the staleness limit causes. ``lookups``,
             ``pushes``: the counters of ``engine.stats()``. ``staleness``: steps in flight. ``dense_bytes``: with
             ``dist.regions`` or ``dist.compression``, the bytes that this rank has passed to collectives of dense
             gradients so far: ``gradients`` in float32, ``in_region`` and ``across_regions`` as they were sent (without
-            regions all of them are across); else None.
+            regions, all bytes count as ``across_regions``); otherwise None.
 
         Raises:
             UsageError: The context or trainer currently has no engine.

@@ -35,13 +35,15 @@ SKIPPED = 2
 LEAST = 6
 """The number of further samples from which growth is reported."""
 _ROW_OVERHEAD = 1.25
-"""The resident memory of rows, as a multiple of the memory that the tables report; the allocator rounds up."""
+"""The resident memory of rows, as a multiple of the memory that the tables report. The factor is above 1, because the
+allocator rounds up."""
 _LINE = 65_536
 """The maximum length of a line of the record, in bytes."""
 _MAXRSS = 1 if sys.platform == "darwin" else 1024
 """The unit in which the operating system reports the peak of resident memory, in bytes."""
 _LONGEST = 20
-"""The maximum number of samples that are compared. Older ones are dropped, so that growth that begins late is found."""
+"""The maximum number of samples that are compared. Older samples are dropped, because growth that begins late must be
+found."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ def slope(points: Sequence[tuple[int, int]]) -> float:
 def steady_growth(samples: Sequence[Sample], limit_mb: float) -> Growth | None:
     """Return the fastest growth that is steady, or None.
 
-    Growth is steady if both halves of the samples grow by at least the limit. Memory that fills up at the start, such
-    as a cache, grows ever more slowly.
+    Growth is steady if both halves of the samples grow by at least the limit. The growth of memory that fills up at the
+    start, such as a cache, slows down.
 
     Args:
         samples: Equidistant samples, without the first :data:`SKIPPED`.
@@ -165,7 +167,7 @@ class MemoryWatch:
 
     Args:
         folder: The folder for the files.
-        ctx: The context of the loop, whose rows do not count as growth; with None they count.
+        ctx: The context of the loop. New rows of this context do not count as growth; with None, they count.
         every: The number of steps between two samples.
         leaks: Whether to report steady growth. Python allocations are then recorded, which makes Python code up to
             twice as slow.
@@ -278,7 +280,7 @@ class MemoryWatch:
         rss = self._process.memory_info().rss
         self._peak = max(self._peak, rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS)
         rows = count = 0
-        if self._ctx is not None and settings.nats_url is None:  # with servers, the rows are in their memory
+        if self._ctx is not None and settings.nats_url is None:  # with servers, rows are in the memory of servers
             stats = self._ctx.engine.stats()
             rows, count = int(stats["memory_bytes"]), sum(stats["rows"].values())
         python = tracemalloc.get_traced_memory() if tracemalloc.is_tracing() else (0, 0)

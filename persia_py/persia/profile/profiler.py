@@ -108,7 +108,7 @@ class Profiler:
         try:
             files.make_folders(self.folder.absolute())
             for path in map(self._path, ("json", "pt.trace.json", MEMORY)):
-                # removes files of an earlier profile, which must not be mistaken for this one
+                # Remove the files of an earlier profile, which must not be mistaken for those of this profile.
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"cannot write the profile to {self.folder}: {error.strerror}") from error
@@ -162,7 +162,7 @@ class Profiler:
             self._spans[id(call)] = span
 
     def ended(self, call: flight.Call) -> None:
-        """Close the span, and count its time."""
+        """Close the span, and add its time."""
         span = self._spans.pop(id(call), None)
         if span is not None:
             span.__exit__(None, None, None)

@@ -35,9 +35,9 @@ _SERIES = {
 
 @dataclass
 class Servers:
-    """Reads the metrics of the servers of this job at the start and at the end of what a profile records.
+    """Reads the metrics of the servers of this job at the start and at the end of the recorded steps.
 
-    A separate thread reads the servers, so that training does not wait for them at the start.
+    A separate thread reads the servers at the start, because training must not wait for them.
 
     Attributes:
         addresses: The address of the metrics of each server, by its index.
@@ -49,9 +49,9 @@ class Servers:
 
     @classmethod
     def find(cls) -> "Servers":
-        """Ask NATS for the servers that serve metrics.
+        """Query NATS for the servers that serve metrics.
 
-        If NATS cannot be asked, all servers are omitted. Omitted servers are logged.
+        If NATS does not respond, all servers are omitted. Omitted servers are logged.
         """
         try:
             found = nats.services(services.nats_url(), "persia-server", job=job_name())

@@ -12,7 +12,7 @@ STAGES = (DENSE, DATA, LOOKUP, PUSH, RANKS, CHECKPOINT)
 * ``dense``: the model and the rest of the script: forward, backward, optimizer
 * ``data``: waiting for a batch, which is read and transformed
 * ``lookup``: waiting for a look-up: planning, servers or tables, pooling
-* ``push``: waiting for a look-up that waits for a push, because of the staleness limit
+* ``push``: waiting for a look-up that the staleness limit delays until a push is acknowledged
 * ``ranks``: waiting for other ranks: all-reduce of dense gradients, agreements
 * ``checkpoint``: making a checkpoint
 """
@@ -29,8 +29,8 @@ _STAGE_OF = {
 def stages(calls: Mapping[str, float], whole: float, engine: Mapping[str, Any], *, staleness: int) -> dict[str, float]:
     """Return the seconds of each of :data:`STAGES`.
 
-    The wait for look-ups counts as waiting for pushes if the staleness delayed look-ups longer than they took, or if
-    the staleness is 1, because then no look-up starts before the previous step's push is acknowledged.
+    The wait for look-ups counts as waiting for pushes if the staleness delayed look-ups longer than they took. The same
+    applies if the staleness is 1, because no look-up then starts before the push of the previous step is acknowledged.
 
     Args:
         calls: The seconds of each verb of the flight recorder.

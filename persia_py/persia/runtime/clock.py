@@ -1,7 +1,7 @@
 """The clock for time limits, which stops while a debugger holds a rank of the run.
 
-The limits on the wait of one rank for another are measured by :func:`now`, so that no rank ends while a user stays at a
-breakpoint. The exception is torch's own limit of a collective, one day, which does not stop.
+The limits on the wait of one rank for another are measured by :func:`now`. Therefore no rank ends while a user stays at
+a breakpoint. The exception is torch's own limit of a collective, which is one day and does not stop.
 """
 
 import threading
@@ -21,7 +21,7 @@ class _State:
     """The holders that stop the clock because a debugger holds another rank."""
     observers: tuple[Callable[[bool], None], ...] = ()
     since = 0.0
-    """The time at which the clock was stopped last."""
+    """The time at which the clock was last stopped."""
     stood = 0.0
     """The number of seconds for which the clock has been stopped."""
 
@@ -48,7 +48,7 @@ def stop(holder: str, *, elsewhere: bool = False) -> None:
 
 
 def go(holder: str) -> None:
-    """Let the clock run again, unless another holder has stopped it too."""
+    """Let the clock run again, unless another holder has also stopped it."""
     with _state.lock:
         before = is_held_here()
         if _state.holders == {holder}:

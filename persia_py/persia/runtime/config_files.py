@@ -42,7 +42,7 @@ def persia_config() -> Path | None:
 def find_config(variable: str, name: str) -> Path | None:
     """Return the configuration file: that of the variable, or ``config/NAME`` next to the script or below the cwd.
 
-    None if there is none.
+    Return None if no file is found.
 
     Raises:
         ConfigError: The variable names a file that does not exist.
@@ -82,7 +82,7 @@ def read_config(path: Path) -> tuple[str, str]:
 def find_persia_yml() -> Path | None:
     """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, or the one in the working directory.
 
-    None if there is neither.
+    Return None if there is no such file.
 
     Raises:
         ConfigError: The variable names a file that does not exist.

@@ -30,7 +30,8 @@ RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "is deprecated: torch has renamed it"),
     "NCCL_TOPOLOGY_FILE": ("NCCL_TOPO_FILE", "has no effect: NCCL has no such variable"),
 }
-"""Variables that guides mention but that are not read, or are deprecated: for each the variable to use, and why."""
+"""Variables that guides mention but that are not read or are deprecated, each with the variable to use and the
+reason."""
 
 
 @contextmanager
@@ -94,17 +95,17 @@ def check_devices(ranks: int, options: str, environ: Mapping[str, str] = os.envi
 
     Args:
         ranks: The number of ranks of this host, which train on GPUs if ``GPU_NUM`` is above 0.
-        options: The settings of the number of ranks, for the message.
+        options: The settings that determine the number of ranks, for the message.
         environ: The environment.
 
     Raises:
-        UsageError: It lists fewer devices than ranks.
+        UsageError: The variable lists fewer devices than ranks.
     """
     visible, gpus = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("GPU_NUM", "").strip()
     if visible is None or not gpus.isdecimal() or int(gpus) == 0:
         return
     listed = [name.strip() for name in visible.split(",")]
-    listed = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA ignores what follows an invalid device
+    listed = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA ignores devices after an invalid one
     found = len({*filter(None, listed)})
     if found < ranks:
         raise UsageError(

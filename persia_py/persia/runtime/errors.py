@@ -52,7 +52,7 @@ class OutOfMemoryError(PersiaError, RuntimeError):
     The message names the step and lists the largest tensors.
 
     Attributes:
-        can_repeat: Whether the step was not applied at all, so that it can be repeated with fewer rows at a time.
+        can_repeat: Whether the step can be repeated with fewer rows at a time, because no part of it was applied.
     """
 
     can_repeat = True

@@ -60,7 +60,7 @@ def write_whole(path: Path, content: bytes) -> None:
 def publish(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path``.
 
-    The file is synced before and the folder after, so that a crash leaves either the old file or the new one.
+    The file is synced before the rename, and the folder after it. A crash leaves either the old file or the new file.
     """
     sync(temporary)
     temporary.replace(path)

@@ -1,6 +1,6 @@
 """The flight recorder of a process: its last calls, for the report of a hang, for statistics and for a profile.
 
-A call is a wait for data, a look-up, a forward or backward pass, a push, a collective, an agreement of ranks, a
+A call is a wait for data, a look-up, a forward or backward pass, a push, a collective, an agreement of ranks, or a
 checkpoint. The recorder is always on. Recording a call takes one to two microseconds: it adds an object to a ring,
 without a lock.
 
@@ -40,7 +40,7 @@ TOGETHER = (ALL_REDUCE, AGREEMENT, COLLECTIVE)
 
 
 class Observer(Protocol):
-    """An observer, called for each call in the thread of that call."""
+    """An observer of calls. Its methods run in the thread of the observed call."""
 
     def begun(self, call: "Call") -> None:
         """Called when a call begins."""
@@ -134,7 +134,7 @@ class Call:
 
 
 collectives: Callable[[], str | None] | None = None
-"""Returns the last collectives of torch's flight recorder as JSON. It is set if NCCL is in use."""
+"""Returns the last collectives of torch's flight recorder as JSON. This variable is set if NCCL is in use."""
 
 
 class _State:
@@ -208,9 +208,9 @@ def last_seconds() -> dict[str, list[float]]:
 def position() -> dict[str, Any]:
     """Return the current position of this process's training loop, JSON-serializable.
 
-    ``call`` is the current call, or the last one that has ended; in the latter case ``open`` is false, and the script's
-    own code is running. ``seconds`` is the time since the call began, or ended. ``together`` counts the calls in which
-    ranks wait for each other: a rank that has begun fewer of them than another rank lags.
+    ``call`` is the current call, or the last call that has ended. In the latter case, ``open`` is false, and code of
+    the script is running. ``seconds`` is the time since the call began, or ended. ``together`` counts the calls in
+    which ranks wait for each other: a rank that has begun fewer of them than another rank lags.
     """
     now = time.monotonic()
     call = next(iter(reversed([*_state.open])), None)

@@ -38,8 +38,8 @@ def job_name() -> str:
     """Return ``PERSIA_JOB``, or the job's name in the global configuration.
 
     Raises:
-        ConfigError: The name has characters that are not letters, digits, ``.``, ``_`` or ``-``, has more than 64, or
-            is empty; or the global configuration has errors.
+        ConfigError: The name is empty, has more than 64 characters, or has characters other than letters, digits,
+            ``.``, ``_`` and ``-``; or the global configuration has errors.
     """
     name, origin = settings.job, "PERSIA_JOB"
     if name is None:
@@ -156,7 +156,7 @@ def is_run_of(name: str, job: str) -> bool:
 def interrupted_run() -> str | None:
     """Return this job's newest run that has a checkpoint in the folder ``PERSIA_CKPT_DIR``.
 
-    None if there is no such run, or if it is finished.
+    Return None if there is no such run, or if it is finished.
     """
     root, job = settings.checkpoint_root, job_name()
     runs = sorted(path for path in Path(root).glob(f"{job}-*") if is_run_of(path.name, job)) if root else []

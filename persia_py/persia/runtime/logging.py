@@ -1,12 +1,14 @@
 """The loggers of persia.
 
-They write to standard error, with ``LOG_LEVEL`` (default info) and ``LOG_FORMAT`` (text, the default, or json).
+Loggers write to standard error. ``LOG_LEVEL`` sets the level (default info), and ``LOG_FORMAT`` the format (text, the
+default, or json).
 
 A JSON line has the keys ``ts``, ``level``, ``event``, ``run_id``, ``service``, ``replica``, ``rank``, ``step``,
 ``node`` and ``target``, as far as known, and the ``extra`` of the caller. Servers write the same keys.
 
-``PERSIA_LOG`` sets levels by name: ``persia.wire=debug,persia.loop=info``. A level without a name applies to all
-others, instead of ``LOG_LEVEL``. Servers and the engine read the same text; each process ignores names of the others.
+``PERSIA_LOG`` sets levels by name: ``persia.wire=debug,persia.loop=info``. A level without a name applies to all other
+loggers, instead of ``LOG_LEVEL``. Servers and the engine read the same variable. Each process ignores the names that
+belong to other processes.
 """
 
 import json
@@ -27,8 +29,8 @@ _LEVELS = {"WARNING": "warn", "CRITICAL": "error"}
 
 
 REPORTS = f"{_ROOT}.report"
-"""The logger for the reports of a run, which only appear as JSON lines, because the text output of a run shows them
-already."""
+"""The logger for the reports of a run. They appear only as JSON lines, because the text output of a run already shows
+them."""
 
 context: dict[str, Any] = {}
 """The state of this process, as keys of lines: ``run_id``, the name of its run or job, and ``step``, the last step."""
@@ -59,7 +61,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the standard error that is current at each record, which a progress line may replace temporarily."""
+    """Writes each record to the current ``sys.stderr``, which a progress line may replace temporarily."""
 
     def __init__(self) -> None:
         """Create the handler without a stream of its own."""
@@ -112,8 +114,8 @@ def setLogger(
 
     Args:
         name: The logger; its handler for standard error is attached once.
-        log_level: A level of :mod:`logging`, by number or name, or ``trace``, which is debug here; None means the
-            level without a name in ``PERSIA_LOG``, then ``LOG_LEVEL``, then INFO.
+        log_level: A level of :mod:`logging`, by number or name, or ``trace``, which means debug; None means the level
+            without a name in ``PERSIA_LOG``, then ``LOG_LEVEL``, then INFO.
         log_filename: The file for all records, if ``enable_file_logger`` is set.
         enable_file_logger: Whether to append to ``log_filename``.
         err_redirect_filepath: The file for records above ``err_redirect_level``, if ``enable_err_redirect`` is set.
@@ -149,7 +151,7 @@ def setLogger(
 
 
 def named_levels() -> dict[str, int]:
-    """Return the levels in ``PERSIA_LOG`` by logger name; an empty name stands for all others.
+    """Return the levels in ``PERSIA_LOG`` by logger name; the empty name means all other loggers.
 
     Raises:
         ConfigError: A level is unknown, or a name is not one of persia's.

@@ -27,7 +27,7 @@ class Url(os.PathLike[str]):
         object.__setattr__(self, "text", self.text.rstrip("/"))
 
     def __truediv__(self, name: str) -> "Url":
-        """Return the URL of ``name`` below this one."""
+        """Return the URL of ``name`` below this URL."""
         return Url(f"{self.text}/{name}")
 
     def __fspath__(self) -> str:
@@ -54,7 +54,7 @@ class Url(os.PathLike[str]):
 
     @property
     def parent(self) -> "Url":
-        """The URL above this one."""
+        """The URL above this URL."""
         return Url(self.text.rpartition("/")[0])
 
 

@@ -34,7 +34,8 @@ class AnswerError(ValueError):
 class Polled(Generic[Answer]):
     """Polls inside its ``with`` block: once on entry, then in a thread.
 
-    If a later poll fails, this is logged once, and again when the address responds; training continues.
+    If a later poll fails, training continues. The failure is logged once, and a line is logged when the address
+    responds again.
 
     Args:
         key: The key that sets the address, such as ``spot.url``, for messages.

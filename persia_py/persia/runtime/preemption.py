@@ -1,4 +1,4 @@
-"""Handles SIGTERM, Ctrl-C and spot notices: all ranks leave after the same step, so that the run can be saved.
+"""Handles SIGTERM, Ctrl-C and spot notices: all ranks leave after the same step, and the run is saved.
 
 In a training loop the signal is recorded, and the loop ends after the step. Everywhere else it ends the context
 immediately, with ``SystemExit``. The context saves the run at its exit (:class:`persia.ctx.TrainCtx`).
@@ -16,7 +16,7 @@ from typing import Any
 from persia.runtime.exit_codes import ExitCode
 
 STEP_S = 10.0
-"""Seconds that an evaluation in the middle of a step may continue, so that the step is completed."""
+"""Seconds that an evaluation in the middle of a step may continue, to complete the step."""
 
 
 class _State:
@@ -33,7 +33,7 @@ class _State:
     """Whether the process is in a context that saves its run."""
     loops = False
     trained = False
-    """Whether that context has completed a step."""
+    """Whether the context that saves its run has completed a step."""
     in_step = False
     waits_for_data = False
     leaving = False
@@ -62,7 +62,7 @@ def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
 def note_remote_stop(*, gone: bool = False) -> None:
     """Record that this rank must stop because another rank was asked to.
 
-    ``gone`` means that the rank has left its step, so that this rank does not get STEP_S to finish.
+    ``gone`` means that the other rank has left its step. This rank then does not get STEP_S to finish its own step.
     """
     if _state.saves and (gone or _state.asked_at is None):
         _state.asked_at = -math.inf if gone else time.monotonic()

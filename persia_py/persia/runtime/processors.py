@@ -60,7 +60,7 @@ def share(processes: int, replicas: int = 1) -> int:
     """Return the number of physical cores for each of several processes, at least 1.
 
     Args:
-        processes: The number of processes that share the control group of this one.
+        processes: The number of processes that share the control group of this process.
         replicas: The number of containers on this host that run the same number of processes each, in separate control
             groups.
     """
@@ -70,7 +70,7 @@ def share(processes: int, replicas: int = 1) -> int:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """Return the folder of a group and those of its parents. In a container the first one may not exist."""
+    """Return the folder of a group and those of its parents. In a container, the folder of the group may not exist."""
     inner = root / path.lstrip("/")
     return [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
 

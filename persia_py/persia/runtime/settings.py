@@ -201,7 +201,7 @@ class Settings:
 
     @property
     def trace_every(self) -> int:
-        """``PERSIA_TRACE_EVERY``, by default 100: the interval between traced steps, with a collector.
+        """``PERSIA_TRACE_EVERY``, by default 100: the interval between traced steps, if a collector is set.
 
         0 means never.
         """
@@ -255,7 +255,7 @@ settings = Settings()
 
 def in_container() -> bool:
     """Whether this process runs in a container."""
-    marks = (Path("/.dockerenv"), Path("/run/.containerenv"))  # of Docker and Podman
+    marks = (Path("/.dockerenv"), Path("/run/.containerenv"))  # files that Docker and Podman create
     return "KUBERNETES_SERVICE_HOST" in os.environ or any(mark.exists() for mark in marks)
 
 

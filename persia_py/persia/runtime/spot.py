@@ -127,8 +127,8 @@ class SpotWatch(Polled[Notice | None]):
             ...
 
     The notice has the effect of SIGTERM to this process: every rank finishes the current step, the run is saved, and
-    all ranks exit with 75. It therefore needs a context with checkpoints. One process on each host polls. If the end is
-    announced before the block, entering it raises SystemExit with 75. If the address does not respond, entering it
+    all ranks exit with 75. A context with checkpoints is therefore required. One process on each host polls. If the end
+    is announced before the block, entering it raises SystemExit with 75. If the address does not respond, entering it
     raises UnreachableError: this host is not a spot instance, or the address is wrong.
 
     Args:

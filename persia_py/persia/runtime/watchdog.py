@@ -1,8 +1,8 @@
 """Ends a training loop that makes no progress: every rank prints its position and its stacks, and exits with 70.
 
 Progress is a step, a look-up or an evaluated batch. A wait without limit (for other ranks, or the files of a
-checkpoint) is never a hang. A wait for data counts as one only after ``PERSIA_DATA_TIMEOUT`` seconds, if that is set.
-The time in which a debugger holds a rank does not count.
+checkpoint) is never a hang. A wait for data counts as a hang only after ``PERSIA_DATA_TIMEOUT`` seconds, if this
+variable is set. The time in which a debugger holds a rank does not count.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def waiting_for_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Enclose a collective of torch. Its limit is doubled, so that the rank that blocks the others reports first."""
+    """Enclose a collective of torch. Its limit is doubled, because the rank that blocks others must report first."""
     _state.collectives += 1
     try:
         yield
@@ -80,7 +80,8 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
     """Return the seconds without progress, and the limit that they exceed; None if they exceed none.
 
     Args:
-        timeout_s: The limit of a step, doubled in a collective; 0 means no limit. It does not apply during a wait.
+        timeout_s: The limit of a step, doubled in a collective; 0 means no limit. The limit does not apply during a
+            wait.
         data_timeout_s: The limit of a wait for data; 0 means no limit.
     """
     silent = clock.now() - _state.last
@@ -98,8 +99,8 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
 def end(reason: str, report: Callable[[str], None], verdict: Callable[[], str] = str) -> None:
     """Print the stacks of all threads, and end this process from another thread, even if one of these actions fails.
 
-    A second call in another thread returns immediately, because the other ranks send the report of this rank back to
-    it.
+    A second call in another thread returns immediately. Such a call occurs because the other ranks send the report of
+    this rank back to this rank.
 
     Args:
         reason: The reason for the end.

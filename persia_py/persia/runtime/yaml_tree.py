@@ -87,7 +87,7 @@ class Node(ABC):
 
     @abstractmethod
     def found(self) -> str:
-        """Return the value in the form of messages."""
+        """Return the value as messages show it."""
 
     def _measure(self, children: Iterator["Node"]) -> None:
         for child in children:
@@ -113,7 +113,7 @@ class Scalar(Node):
         return not self.quoted and self.text in _NULLS
 
     def found(self) -> str:
-        """Return the value in the form of messages."""
+        """Return the value as messages show it."""
         if self.is_null:
             return "nothing"
         shown = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -132,7 +132,7 @@ class Items(Node):
         self._measure(iter(self.items))
 
     def found(self) -> str:
-        """Return the value in the form of messages."""
+        """Return the value as messages show it."""
         return "a list"
 
 
@@ -178,7 +178,7 @@ class Entries(Node):
         self.entries.append((Scalar(value.place, key), value))
 
     def found(self) -> str:
-        """Return the value in the form of messages."""
+        """Return the value as messages show it."""
         return "a mapping"
 
 
@@ -229,7 +229,7 @@ def parse(text: str, override: str = "") -> Node:
 
 
 class _Builder:
-    """Assembles nodes from events in a loop, so that no text can exhaust the stack."""
+    """Assembles nodes from events in a loop. Deeply nested text therefore cannot exhaust the stack."""
 
     def __init__(self, override: str) -> None:
         self._override = override

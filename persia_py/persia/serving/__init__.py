@@ -8,7 +8,8 @@
 * :class:`Bundle`: transform, rows and dense model, checked and loaded
 * :class:`Manifest`: the content and the source of a bundle; :class:`Input` and :class:`Output` are its columns
 
-This package imports neither the trainer nor anything that talks to servers. The names here are imported on first use.
+This package imports neither the trainer nor anything that talks to servers. The names of this package are imported on
+first use.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 The event loop submits requests. The thread takes all waiting requests, computes their ids and floats, scores them as
 one batch, and returns the scores. A request that is invalid or makes the model fail does not affect other requests. A
-batch is scored by one bundle; another bundle takes over between two batches.
+batch is scored by one bundle. The bundle can be replaced between two batches.
 """
 
 import asyncio
@@ -111,13 +111,13 @@ class Batcher:
         self._bytes = 0
         self._not_finite_of: Any = None
         self.broken = asyncio.Event()
-        self._jobs: set[_Job] = set()  # jobs that the thread has, including cancelled ones
+        self._jobs: set[_Job] = set()  # jobs in the thread, including canceled jobs
         self._thread = threading.Thread(target=self._run, name="persia-serving", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """The number of accepted requests without a response, including cancelled ones that the thread still has."""
+        """The number of accepted requests without a response, including canceled requests that the thread still has."""
         return self._waiting
 
     @property
@@ -167,7 +167,7 @@ class Batcher:
         Args:
             decode: Returns the rows of the request; called in the thread of the batcher.
             timeout_s: Seconds after which the request is refused if it is still waiting.
-            ended: Called once, when the thread no longer has the request. For a cancelled future, this is later.
+            ended: Called once, when the thread no longer has the request. For a canceled future, this is later.
         """
         answer = self._loop.create_future()
         if self.broken.is_set():

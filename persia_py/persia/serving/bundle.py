@@ -210,8 +210,8 @@ class Bundle:
         """Return the inputs of the model for transformed rows; at least one row is required.
 
         Returns:
-            Dense inputs, ``[rows, columns]`` each; the vectors of each feature in the model's order, ``[rows, dim]`` or
-            ``[rows, last, dim + 1]``; and the number of ids and of ids without a row.
+            The dense inputs, ``[rows, columns]`` each. The vectors of each feature in the model's order, ``[rows,
+            dim]`` or ``[rows, last, dim + 1]``. The numbers of ids and of ids without a row.
 
         Raises:
             UsageError: The bundle is closed.

@@ -1,4 +1,4 @@
-"""Admits gRPC calls: those with the token, up to a limit, and health calls, from anyone.
+"""Admits gRPC calls that have the token, up to a limit, and health calls from any client.
 
 A call begins before its message arrives, and a client may never send the message. A call therefore counts towards the
 limit only after its token is checked, and health calls have a separate limit. gRPC's own limit counts all calls alike.
@@ -93,7 +93,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
         left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silent[left] = None
         reading = asyncio.ensure_future(context.read())
-        # The task is not cancelled, because gRPC still writes to its buffer; it ends with the call.
+        # The task is not canceled, because gRPC still writes to its buffer. The task ends with the call.
         reading.add_done_callback(_note)
         try:
             await asyncio.wait({reading, left}, timeout=self._limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)

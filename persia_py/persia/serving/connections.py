@@ -30,7 +30,7 @@ class Connection(HttpToolsProtocol):
         self.since: float | None = None
         """The time at which the connection was opened, an incomplete request began, or the client stopped reading.
 
-        None while nothing is expected of the client, or its next request.
+        None while the server computes a response, and while it waits for the client's next request.
         """
         self._header = 0
 

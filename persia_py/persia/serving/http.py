@@ -128,7 +128,7 @@ class HttpApp:
             while True:
                 if read > limit:
                     raise TooLargeError(f"the request has at least {read} bytes, the limit is {limit}")
-                if read > size:  # without content-length
+                if read > size:  # the header content-length is missing
                     batcher.grow(read - size)
                     size = read
                 if not message["more_body"]:

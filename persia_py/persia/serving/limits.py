@@ -18,7 +18,7 @@ class Limits:
         timeout_s: Seconds within which a request must arrive. A complete request that waits longer than this for its
             batch is refused.
         drain_s: Seconds after a signal during which the process is not ready but still serves new requests.
-        connections: The maximum number of open HTTP connections; further ones are refused.
+        connections: The maximum number of open HTTP connections; further connections are refused.
     """
 
     body_bytes: int = 8 << 20

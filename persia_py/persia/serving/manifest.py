@@ -293,7 +293,7 @@ def damaged(path: Path, what: str) -> CheckpointError:
 
 
 def new_folder(path: Path) -> Path:
-    """Return a path to which an export can write a bundle: this one, or a new path next to it if this one exists."""
+    """Return a path to which an export can write a bundle: ``path``, or a new path next to it if ``path`` exists."""
     found, number = path, 1
     while os.path.lexists(found):
         number += 1

@@ -94,7 +94,7 @@ class Metrics:
         Args:
             identity: The unique name of the bundle.
             exported_at: The time at which it was exported, as Unix time. The age of a bundle that another machine
-                exported is only as accurate as the clocks of both machines. It is never negative.
+                exported is only as accurate as the clocks of both machines. The age is never negative.
         """
         began = time.monotonic()
         self._bundle.clear()

@@ -19,7 +19,8 @@ Floats = npt.NDArray[np.float32]
 
 BOUNDS: Mapping[str, float] = MappingProxyType({"f32": 1e-5, "f16": 5e-3, "int8": 5e-2})
 """The maximum ``|difference| / max(1, |output|)`` from evaluation, by the data type of rows. An output is a logit or,
-for a regression, a number. Exact rows differ only by the order of torch's sums, which depends on the batch size."""
+for a regression, a number. With ``f32`` rows, outputs differ only by the order of torch's sums, which depends on the
+batch size."""
 SAME = BOUNDS["f32"]
 """The maximum difference between two computations with the same rows."""
 

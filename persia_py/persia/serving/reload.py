@@ -1,8 +1,8 @@
 """Serves a newer bundle when it appears, without refusing a request.
 
-The path is checked every second, and after SIGHUP immediately. A newer bundle is loaded and verified while the current
-one is served, and takes over between two batches. If it cannot be loaded, the current one is kept; loading is retried
-later, because the copy may be incomplete.
+The path is checked every second, and immediately after SIGHUP. A newer bundle is loaded and verified while the current
+bundle is served, and replaces it between two batches. If the newer bundle cannot be loaded, the current one is kept.
+Loading is retried later, because the files may still be being copied.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Reloader:
         self._asked.set()
 
     async def run(self) -> None:
-        """Check repeatedly until cancelled."""
+        """Check repeatedly until the task is canceled."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), self._look_s)

@@ -88,7 +88,7 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", limits.body_bytes),
         ("grpc.max_send_message_length", limits.body_bytes),
-        # per connection; further ones wait in the client
+        # the limit of each connection; further calls wait in the client
         ("grpc.max_concurrent_streams", limits.waiting + HEALTH_CALLS),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 10_000),

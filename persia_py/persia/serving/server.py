@@ -1,4 +1,4 @@
-"""The serving process: loads a bundle, serves until a signal, and leaves without dropping a request."""
+"""The serving process: loads a bundle, serves until a signal, and ends without dropping a request."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ class Options:
     Attributes:
         http: The address for HTTP, ``HOST:PORT``; port 0 selects a free port.
         grpc: The address for gRPC; None disables gRPC.
-        name: The name of the model in the Open Inference Protocol; None takes the name of the folder.
+        name: The name of the model in the Open Inference Protocol; None means the name of the folder.
         limits: The limits.
     """
 

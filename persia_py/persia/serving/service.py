@@ -57,7 +57,7 @@ class Service:
         self._check_version(version, self.model)
 
     def for_version(self, version: str | None, decode: Decode) -> Decode:
-        """Return a decode function that refuses other versions: a newer bundle may take over while a request waits.
+        """Return a decode function that refuses other versions: a newer bundle may be loaded while a request waits.
 
         Args:
             version: The version in the request; None or empty accepts any.
@@ -77,7 +77,7 @@ class Service:
     async def score(self, decode: Decode, size: int, timeout_s: float | None = None) -> Scores:
         """Return the scores of an accepted request. The batcher releases the request when it is done.
 
-        If the call is cancelled, the rows stay in memory until the thread of the batcher reaches them.
+        If the call is canceled, the rows stay in memory until the thread of the batcher reaches them.
 
         Args:
             decode: Returns the rows of the request for a model.

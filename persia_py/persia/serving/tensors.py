@@ -138,7 +138,7 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
 
 
 def check_outputs(names: Iterable[str]) -> None:
-    """Check that a request names each output at most once, so that its response is bounded.
+    """Check that a request names each output at most once, because the size of the response must be bounded.
 
     Raises:
         InvalidError: The request names an output twice.
@@ -216,7 +216,7 @@ def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any
         if dtype.kind != "b" and bool in {*map(type, values)}:
             raise ValueError("found bool")
         if dtype.kind in "iu" and found.dtype.kind in "fO" and all(type(each) is int for each in values):
-            # numpy has converted integers of which only some reach 2**63 to float64, which rounds them.
+            # numpy has rounded the integers to float64, because only some of them are 2**63 or more.
             return np.array(pa.array(values, pa.from_numpy_dtype(dtype)))
         if found.ndim != 1:
             raise ValueError("expected one number for each element")

@@ -133,7 +133,7 @@ class _Given:
 
 @contextmanager
 def _embedded() -> Iterator[None]:
-    """Enclose work that keeps its rows in this process, regardless of the surrounding job, and logs only errors."""
+    """Within the block, keep rows in this process, regardless of the surrounding job, and log only errors."""
     before = {name: os.environ.pop(name) for name in _JOB if name in os.environ}
     if before:
         reload_env()
@@ -192,7 +192,7 @@ class _Check:
                 )
             optimizer = torch.optim.SGD(parameters, lr=1e-3)
             context = TrainCtx(Adagrad(lr=0.05), optimizer, mixed_precision=False, model=model, configuration=slots)
-        self._steps.done.pop()  # one step together with the creation of the model
+        self._steps.done.pop()  # this step and the earlier creation of the model count as one step
         gradients: dict[int | str, float] = {}
         with context as ctx, _watched(model, gradients):
             for batch in DataLoader(_Batches(_batch(given.features))):

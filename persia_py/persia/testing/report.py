@@ -34,11 +34,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of :func:`check` or :func:`check_alone`, which is true if all steps passed.
+    """The result of :func:`check` or :func:`check_alone`. It is true if all steps passed.
 
     Attributes:
         steps: The steps that were run; the last one failed, unless all passed.
-        warnings: Findings that work, but are probably not intended.
+        warnings: Findings that are no errors, but probably not intended.
     """
 
     steps: list[Step]
@@ -78,7 +78,7 @@ class Report:
     __repr__ = __str__
 
 
-class _Failed(Exception):  # noqa: N818 - it only leaves the steps
+class _Failed(Exception):  # noqa: N818 - it only ends the steps
     """Raised to end the steps after a failure."""
 
 

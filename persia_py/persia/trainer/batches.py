@@ -32,7 +32,7 @@ Counts = dict[str, dict[str, int]]
 
 @dataclass
 class Unusual:
-    """Counts of unusual values in the rows so far: see the table in ``docs/transforms.md``.
+    """Counts of unusual values in the rows so far. ``docs/transforms.md`` lists the kinds of unusual values.
 
     Attributes:
         rows: The number of rows.
@@ -51,7 +51,7 @@ class Unusual:
             self.counts[feature] = dict(mine)
 
     def add_unreadable(self, columns: Mapping[str, int], uses: Sequence[Use]) -> None:
-        """Count values of text files that were not of their column's type. Before this call they are counted as null.
+        """Count values of text files that were not of their column's type, which :meth:`add` has counted as null.
 
         Args:
             columns: The number of these values in each column.
@@ -69,7 +69,7 @@ class Unusual:
 
 
 class TrainingBatches(IterableDataset):
-    """The batches of a reader, for training. They can be resumed like the reader.
+    """The batches of a reader, for training. The position can be saved and restored, as that of the reader.
 
     Args:
         part: The part that is read.

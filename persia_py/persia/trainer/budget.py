@@ -20,10 +20,10 @@ class BudgetSpentError(ConfigError):
 
 
 class Budget:
-    """Stops a run whose cost has reached its limit. A hook of the training loop, on all ranks.
+    """A hook of the training loop that stops a run when its cost has reached the limit. It runs on all ranks.
 
-    Rank 0 checks the cost before each step, as part of the existing agreement of ranks. All ranks stop after the
-    following step, so they end at the same step.
+    Rank 0 checks the cost before each step, when the ranks agree on the step. All ranks stop after this step, so they
+    end at the same step.
 
     Args:
         block: The limit and the price; None means no limit.

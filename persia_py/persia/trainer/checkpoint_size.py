@@ -10,12 +10,13 @@ _ID_BYTES = 12
 
 
 def estimate(config: Config) -> tuple[int, int]:
-    """Return the estimated size of a checkpoint in bytes, and the number of rows of ``data.train`` behind it.
+    """Return the estimated size of a checkpoint in bytes, and the number of rows of ``data.train`` that it assumes.
 
-    The estimate assumes that each training row has one new id for each feature; of bags and sequences with several ids,
-    only one is counted. An embedding row has ``dim`` weights of 4 bytes and its optimizer state: twice as many values
-    for Adam, as many for Adagrad (one with ``vectorwise_shared``) and for SGD with momentum, none for other SGD. The
-    model's weights count three times, for an optimizer with two moments.
+    The estimate assumes that each training row has one new id for each feature. Of a bag or sequence with several ids,
+    only one id is counted. An embedding row has ``dim`` weights of 4 bytes and its optimizer state. The number of its
+    values is twice ``dim`` for Adam, ``dim`` for Adagrad and for SGD with momentum, 1 for Adagrad with
+    ``vectorwise_shared``, and 0 for SGD without momentum. The model's weights count three times, as for an optimizer
+    with two moments.
 
     Args:
         config: The configuration.

@@ -50,7 +50,8 @@ def sweep(config: Config, sizes: Sequence[int], seconds: float) -> Iterator[Spee
     Args:
         config: The configuration.
         sizes: The batch sizes.
-        seconds: The duration of each measurement, at least one batch. It is shorter if the training rows end earlier.
+        seconds: The duration of each measurement, which has at least one batch. It is shorter if the training rows end
+            earlier.
 
     Raises:
         DataError: A value of the data cannot be used.

@@ -45,7 +45,7 @@ def send(path: Path) -> None:
         ConfigError: The file has errors.
         UsageError: A file of data does not exist, or the trainers send no transform.
         CheckpointError: The transform was fitted for other features.
-        DataError: A row is invalid; the message names file and row. Or the run is resumed with other data.
+        DataError: A row is invalid (the message names file and row), or the run is resumed with other data.
     """
     config = load_for_job(path)
     set_variables(config)
@@ -70,7 +70,7 @@ def send(path: Path) -> None:
 
 
 def _resume(reader: RecordReader, position: str) -> int:
-    """Set the reader to a position that this module has sent. Return how many pieces of its next batch were sent.
+    """Set the reader to a position that this module has sent. Return how many pieces of the next batch were sent.
 
     Raises:
         DataError: The data differs from that of the position, or the position is that of a data script.
@@ -152,9 +152,10 @@ def _batches(
     unusual: Unusual,
     sent: int = 0,
 ) -> Iterator[tuple[PersiaBatch, str]]:
-    """Yield the batch of each rank in turn, for each batch of the reader, and the position after it.
+    """Yield each batch for a rank, in the order of the ranks, and the position after this batch.
 
-    Of the first batch of the reader, ``sent`` pieces are left out.
+    A batch of the reader is divided into one piece for each rank. The first ``sent`` pieces of the first batch are
+    omitted.
     """
     weight, data = config.train.weight, config.data
 

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield items while a thread makes the next one."""
+    """Yield items while a thread makes the next item."""
     with ThreadPoolExecutor(1, thread_name_prefix="persia-read") as thread:
         coming = thread.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -53,7 +53,7 @@ def scores_of(objective: Objective, outputs: list[Floats]) -> list[Floats]:
 def evaluate(
     ctx: EmbeddingCtx, objective: Objective, rows: Iterator[Rows], config: Config, part: str, step: int
 ) -> EvaluationReport:
-    """Evaluate a model on labelled rows.
+    """Evaluate a model on labeled rows.
 
     Args:
         ctx: An evaluation context with the model.

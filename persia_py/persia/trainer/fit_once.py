@@ -1,4 +1,4 @@
-"""One fit for all processes of a job that share a folder: the first one fits, the others wait and read its result."""
+"""One fit for all processes of a job that share a folder: one process fits, and the others read the result."""
 
 import contextlib
 import fcntl

@@ -70,7 +70,7 @@ def _with_place(config: Config, train: Part, error: DataError) -> DataError:
     fitter, path = Fitter(config.compiled), None
     for unit in train.files.units:
         if unit.path != path:
-            fitter, path = Fitter(config.compiled), unit.path  # a fitter of its own counts the rows of this file
+            fitter, path = Fitter(config.compiled), unit.path  # a separate fitter counts the rows of this file
         for batch in train.files.read(unit):
             try:
                 fitter.update(batch)
@@ -121,7 +121,7 @@ def not_loaded(place: str, error: CheckpointError, hint: str) -> CheckpointError
     Args:
         place: The file of the transform, or where the transform comes from.
         error: The error.
-        hint: The next step for a damaged transform. The message for a transform of other features includes its own.
+        hint: The next step for a damaged transform. The message for a transform of other features has a separate hint.
     """
     message = f"{place}: {error}"
     if isinstance(error, ForeignCheckpointError):

@@ -26,8 +26,8 @@ def in_order(
         items: The items.
         work: Called with each item; with several workers, in any thread.
         workers: The number of threads.
-        section: Returns the section of an item, such as its epoch. The threads end with each section: all its results
-            are available before work on the next section begins. With None, they end with the items.
+        section: Returns the section of an item, such as its epoch. Work on a section begins in new threads, after all
+            results of the previous section were yielded. None means that all items are one section.
     """
     if workers == 1:
         yield from map(work, items)

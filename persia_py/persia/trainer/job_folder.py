@@ -21,8 +21,8 @@ FITS = "fits"
 class JobFolder(RunFolder):
     """The folder of the current run of this job.
 
-    Checkpoints are below ``PERSIA_CKPT_DIR``, where servers write theirs, or below ``checkpoint.dir`` if that is a URL.
-    An interrupted run continues in its folder. A run that starts after the end of another run replaces its files.
+    Checkpoints are below ``PERSIA_CKPT_DIR``, where servers write, or below ``checkpoint.dir`` if that is a URL. An
+    interrupted run continues in its folder. A run that starts after the end of another run replaces its files.
     """
 
     @classmethod
@@ -64,7 +64,7 @@ class JobFolder(RunFolder):
         return below(settings.checkpoint_root or self.path, job.run_name())
 
     def note_checkpoints(self) -> None:
-        """Record the folder of the checkpoints in the run's folder, on rank 0, so that it can be found."""
+        """On rank 0, record the folder of the checkpoints in the run's folder."""
         self.write_json(FACTS, {**self.read_json(FACTS), "checkpoints": str(self.checkpoints)})
 
     def saves(self, config: Config) -> Place:

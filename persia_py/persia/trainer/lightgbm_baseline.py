@@ -1,8 +1,8 @@
 """LightGBM on the rows of a run: the same split, labels, weights and metrics.
 
-Numbers are passed as numbers, ids and parts of dates as categories. Null, and categories that do not occur in train,
-are missing values. Bags, sequences and crosses are excluded, because a tree has no columns for them; the summary lists
-them. Training stops early on the validation set, and the test set is scored once.
+Numbers are passed as numbers, and ids and parts of dates as categories. Null, and categories that do not occur in
+train, are missing values. Bags, sequences and crosses are excluded, because a tree has no columns for them; the summary
+lists them. Training stops early on the validation set, and the test set is scored once.
 """
 
 import time

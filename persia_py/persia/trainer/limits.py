@@ -51,7 +51,7 @@ class Limits:
 
 
 class MeanLoss:
-    """The mean of the finite losses, summed on their device."""
+    """The mean of the finite losses. They are summed on their device."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | float = 0.0

@@ -85,7 +85,7 @@ def regression(
 
 
 def _set_undefined(metrics: Metrics, scores: Floats, names: Sequence[str]) -> bool:
-    """Set all metrics to undefined if scores are NaN or infinite: sorting would put NaN last, like a score."""
+    """Set all metrics to undefined if a score is NaN or infinite, because sorting treats NaN as the highest score."""
     wrong = int(np.count_nonzero(~np.isfinite(scores)))
     if wrong:
         why = f"{wrong} output{' is' if wrong == 1 else 's are'} NaN or infinite"
@@ -102,9 +102,11 @@ def _set(metrics: Metrics, name: str, compute: Any) -> None:
 
 
 def auc(scores: Floats, labels: Floats, weights: Floats) -> float:
-    """Return the area under the ROC curve: the share of pairs of a positive and a negative row that are in order.
+    """Return the area under the ROC curve.
 
-    A pair of equal scores counts one half; with weights, a pair counts the product of both weights. The value is
+    The area is the share of pairs of a positive and a negative row in which the positive row has the higher score.
+
+    A pair of equal scores counts one half. With weights, a pair counts the product of both weights. The value is
     computed from sorted scores in float64, without thresholds (Hanley and McNeil 1982, "The meaning and use of the area
     under a receiver operating characteristic (ROC) curve").
 
@@ -152,8 +154,8 @@ def log_loss(logits: Floats, labels: Floats, weights: Floats) -> float:
 def normalized_entropy(logits: Floats, labels: Floats, weights: Floats) -> float:
     """Return the log loss divided by that of always predicting the mean label.
 
-    With the mean label ``p``: ``log_loss / (-p ln p - (1 - p) ln (1 - p))``; below 1 is better than the mean label
-    (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", equation 1).
+    With the mean label ``p``: ``log_loss / (-p ln p - (1 - p) ln (1 - p))``. A value below 1 is better than the mean
+    label. See He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", equation 1.
 
     Raises:
         Undefined: One class has no rows, or all its weights are 0.
@@ -165,7 +167,7 @@ def normalized_entropy(logits: Floats, labels: Floats, weights: Floats) -> float
 
 
 def calibration(predictions: Floats, labels: Floats, weights: Floats) -> float:
-    """Return the mean prediction divided by the mean label (He et al. 2014, section 2.1): 1 is correct on average.
+    """Return the mean prediction divided by the mean label (He et al. 2014, section 2.1). 1 means no bias.
 
     Raises:
         Undefined: There are no rows, all weights are 0, or the mean label is 0.

@@ -76,7 +76,7 @@ class Ticks:
 
 
 def _lacks_hint(error: PersiaError, step: str) -> bool:
-    """Whether an error of a step has no hint, or that of its class is wrong: the checkpoint of a test is removed."""
+    """Whether an error of a step has no hint, or its hint is wrong because the checkpoint of a test is removed."""
     if "hint" in vars(error):  # "" if the message includes the next step
         return False
     return not error.hint or (step == "checkpoint" and isinstance(error, CheckpointError))
@@ -141,7 +141,7 @@ def shortened(config: Config, folder: Path) -> Config:
     )
     train = config.train.model_copy(
         update={"lr_schedule": "constant", "warmup": 0, "evaluate_every": 1}
-        # in a job, the test does not load start_from, a folder below PERSIA_CKPT_DIR
+        # In a job, the test does not load start_from, which is a folder below PERSIA_CKPT_DIR.
         | ({} if settings.nats_url is None else {"start_from": None})
     )
     return config.with_blocks(

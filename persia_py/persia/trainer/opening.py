@@ -71,7 +71,7 @@ class OpenRun:
         resumed: RunFolder | None,
     ) -> None:
         self._config = config = config if isinstance(source, IterableDataset) else with_train(config, source)
-        self._budget = Budget(config.budget)  # the time of fitting the features counts
+        self._budget = Budget(config.budget)  # created first, because fitting the features is part of the cost
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
         folder = resumed or (None if self._in_job else RunFolder.new(config))
@@ -97,7 +97,7 @@ class OpenRun:
         self.total_steps = None if self._own is not None else self._steps_per_epoch * config.data.epochs
         self._build(model)
         if resumed is None:
-            start_folder(config, in_job=self._in_job)  # so that an error is found before the folder is created
+            start_folder(config, in_job=self._in_job)  # finds an error before the folder is created
             self._begin(given=model is not None)
         elif not self._in_job and self._was_finished():
             return
@@ -271,7 +271,7 @@ class OpenRun:
 
     @staticmethod
     def _end_record(record: Record, error: BaseException | None, results: dict[str, Any]) -> None:
-        """Record how the run ended. A failure is only logged, so that it does not hide the error of the run."""
+        """Record how the run ended. A failure is only logged, because it must not hide the error of the run."""
         try:
             record.end(error, results)
         except PersiaError as failure:

@@ -11,7 +11,7 @@ from persia.runtime.spot import SpotWatch
 
 
 def spot_watch_of(config: Config) -> contextlib.AbstractContextManager[SpotWatch | None]:
-    """Return the poller of the notice, on one rank of each trainer; None without the block ``spot``."""
+    """Return the poller of the spot notice, on one rank of each trainer; None without the block ``spot``."""
     block = config.spot
     if block is None or get_local_rank() != 0:
         return contextlib.nullcontext()

@@ -15,7 +15,7 @@ _SHOWN = 5
 CURVES = "curves.png"
 """The file with the curves of the loss, and of the metrics of the validation set, by step."""
 PAGE = "report.html"
-"""The file with the results of a run, which needs no other resources."""
+"""The page with the results of a run; it needs no other files."""
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1a1a1a;background:#fff}

@@ -77,7 +77,7 @@ class Part:
         )
 
     def count(self) -> int:
-        """Return the number of rows. It is read from the metadata of the files if possible."""
+        """Return the number of rows. If possible, the number is read from the metadata of the files."""
         if self.split is None and self.files.rows is not None:
             return self.files.rows
         wanted = PARTS.index(self.name)
@@ -147,7 +147,8 @@ class Part:
 class Parts:
     """The rows of a configuration's ``data`` block.
 
-    A part with separate files gets no rows of ``data.train``; its fraction of them goes to train.
+    A part with separate files gets no rows of ``data.train``. The fraction of the split for this part is added to
+    train.
 
     Args:
         config: The configuration.
@@ -221,13 +222,13 @@ def open_given(
     used_by: Mapping[str, Sequence[str]] | None = None,
     lenient: bool = False,
 ) -> Files:
-    """Open files that a user specifies in addition to those of the configuration. They may have another format.
+    """Open files that a user specifies in addition to those of the configuration. The files may have another format.
 
     Args:
         config: The configuration, with the types of columns of text files.
         paths: Files, folders, globs or ``s3://`` addresses; relative paths are relative to the working directory.
         columns: The columns that are read; None means all.
-        types: The types of further columns of text files: those of the training data.
+        types: The types of further columns of text files, which are the types in the training data.
         used_by: Additional readers of columns, for messages.
         lenient: Whether a value of a text file that is not of its column's type becomes null and is counted.
     """
@@ -281,7 +282,7 @@ def with_train(config: Config, paths: Paths | None) -> Config:
 
 
 def labelled_columns(config: Config) -> list[str]:
-    """Return the columns of labelled rows: those of features and labels, the weight and the group."""
+    """Return the columns of labeled rows: those of features and labels, the weight and the group."""
     return [*config.compiled.columns(), *_more_columns(config)]
 
 

@@ -53,7 +53,7 @@ def pods_of(config: Config, servers: int, trainers: int, ranks: int) -> tuple[si
     requests = trainers * ranks * found.batches
     data = sizing.BASE + trainers * ranks * found.batches
     return found, [
-        # While a checkpoint is written, rows that change are copied, at most all of them.
+        # While a checkpoint is written, changed rows are copied. At most all rows are copied.
         Pod("apps/v1", "StatefulSet", "server", SERVER_BASE + rows, SERVER_BASE + rows + found.server),
         Pod("apps/v1", "Deployment", "middleware", MIDDLEWARE_BASE + requests, 2 * (MIDDLEWARE_BASE + requests)),
         Pod("batch/v1", "Job", "trainer", trainer, trainer + SHM),

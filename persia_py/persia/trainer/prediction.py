@@ -84,7 +84,7 @@ def write(
     scores = score_columns([name for name, _, _ in trainer.config.compiled.labels])
     predictions = trainer.predict(source, strict=strict, columns=None if keep is None else [*keep])
     try:
-        part.touch()  # so that a folder that cannot be written to is an error before the model is loaded
+        part.touch()  # raises an error before the model is loaded, if the folder is not writable
         try:
             for table, found in predictions:
                 kept = table if keep is None else table.select([*dict.fromkeys(keep)])
@@ -108,7 +108,7 @@ def write(
             os.fsync(file.fileno())
         part.replace(out)
     except OSError as error:
-        if isinstance(error, PersiaError):  # a StorageError of reading, which already names its file
+        if isinstance(error, PersiaError):  # a read failed, and the error already names the file
             raise
         raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     finally:

@@ -17,7 +17,7 @@ class Predictions(Iterator[Scored]):
 
     Attributes:
         unusual: The number of rows scored so far, and counts of unusual values.
-        without_row: The share of ids that did not occur in training. They have no row, and their vectors are zeros.
+        without_row: The share of ids that did not occur in training. Such ids have no row, and their vectors are zeros.
     """
 
     def __init__(self) -> None:

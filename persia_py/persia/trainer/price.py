@@ -40,7 +40,7 @@ def is_volatile(prices: Sequence[float], share: float) -> bool:
 
 
 class Interval:
-    """The steps between checkpoints. A hook of the training loop: rank 0 knows the prices, and all ranks follow.
+    """A hook of the training loop that sets the number of steps between checkpoints, from the prices that rank 0 polls.
 
     Args:
         block: The address and the threshold; None polls nothing.

@@ -40,7 +40,7 @@ def profile_of(folder: Path) -> int | None:
 def show_profile(folder: RunFolder) -> None:
     """Show the times of the recorded steps, the bottleneck, and the path of the trace.
 
-    Nothing if nothing was recorded.
+    If no step was recorded, show nothing.
     """
     place = folder.path / profiler.FOLDER
     if not (place / "rank-0.json").exists():

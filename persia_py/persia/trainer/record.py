@@ -126,7 +126,7 @@ class _Board:
             for name, value in _flat("", line):
                 if name not in ("step", "best"):
                     self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # so that the curves of a killed and resumed run have no gap
+            self._writer.flush()  # the curves of a killed and resumed run then have no gap
 
     def close(self) -> None:
         with self._naming():

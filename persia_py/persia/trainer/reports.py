@@ -76,7 +76,8 @@ class EvaluationReport:
         loss: The loss over all rows, as in training; None without rows, or if an output is NaN or infinite.
         unusual: Counts of unusual values in the rows.
         without_row: The share of looked-up ids that have no row.
-        slots_without_row: This share for each slot that has such ids, in a sample of the batches.
+        slots_without_row: The share of looked-up ids that have no row, for each slot with such ids, in a sample of the
+            batches.
         seconds: The duration, in seconds.
         is_best: Whether it is the best evaluation so far.
         files: The files of the rows, for a report of :meth:`Trainer.evaluate`.

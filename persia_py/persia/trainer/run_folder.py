@@ -34,9 +34,9 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS, BEST = "checkpoints", "best"
 """The folders of the checkpoints, and of the checkpoint with the best metric of the validation set."""
 SYNTHETIC = "synthetic"
-"""The folder, below that of the runs, for runs with random batches."""
+"""The subfolder of ``run.dir`` for runs with random batches."""
 LATEST = "LATEST"
-"""The file next to the runs that points to the newest one with a checkpoint."""
+"""The file in the folder of the runs that points to the newest run with a checkpoint."""
 _REPLACED = {
     *(CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST),
     *("transform.json", "tensorboard", "profile", "flight", "logs"),
@@ -142,7 +142,7 @@ class RunFolder:
         with self._naming():
             make_folders(self.path.parent)
             if self._replaces:
-                self._check_replaceable(config)  # the run may have started since
+                self._check_replaceable(config)  # another process may have started the run
                 _logger.warning("%s: replacing the run of this name, which ended before its first step", self.shown)
                 shutil.rmtree(self.path)
             self.path.mkdir()
@@ -247,7 +247,7 @@ def json_text(content: Any) -> str:
 
 
 def resolved(config: Config) -> str:
-    """Return the complete configuration as YAML, with absolute paths, so that it can be read from another folder."""
+    """Return the complete configuration as YAML. Its paths are absolute, because it may be read from another folder."""
     return "# The configuration of this run, with all defaults. Written by persia.\n" + to_yaml(config)
 
 
@@ -314,7 +314,7 @@ def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """A run, and the checkpoint of it that is used.
+    """A run, and the one of its checkpoints that is used.
 
     Attributes:
         folder: The run's folder.
@@ -350,7 +350,8 @@ def find_run(given: str | Path) -> RunFolder:
 def find_checkpoint(given: str | Path) -> Found:
     """Return a run and the checkpoint that is used.
 
-    This is the specified checkpoint, or else the best one. For a run without a best checkpoint, it is the newest.
+    If ``given`` is a checkpoint, this checkpoint is used. For a run, the best checkpoint is used, or the newest one if
+    the run has no best checkpoint.
 
     Raises:
         UsageError: The run does not exist, or has no checkpoint.
@@ -389,7 +390,7 @@ def of_job(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is the folder of a run, or ``LATEST`` next to it, and not a checkpoint."""
+    """Whether a path is the folder of a run or a ``LATEST`` file, and not a checkpoint."""
     if path.name == LATEST and path.is_file():
         path = job.target_of(path)
     return (path / CONFIG).is_file() and (path / METRICS).is_file()

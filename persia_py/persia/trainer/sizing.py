@@ -116,7 +116,7 @@ class Sizing:
 
     @property
     def server(self) -> int:
-        """The bytes of each server; of all tables if these are in the trainer."""
+        """The bytes of the rows on each server; of all rows if they are in the trainer."""
         return -(-sum(table.bytes for table in self.tables) // max(1, self.servers))
 
     @property
@@ -272,8 +272,8 @@ def dense_bytes(config: Config, model: torch.nn.Module, ranks: int) -> int:
     These bytes are weights, gradients and optimizer state.
 
     With ``parallel: fsdp``, a rank holds its shards of all of these, and the script's complete model. During a step it
-    also holds all weights and gradients; after a step that ends with an evaluation or a checkpoint, all weights and the
-    complete optimizer state.
+    also holds all weights and gradients. After a step that ends with an evaluation or a checkpoint, it also holds all
+    weights and the complete optimizer state.
 
     Args:
         config: The configuration.
@@ -311,8 +311,9 @@ def preflight(config: Config, parts: Parts, transform: Transform, model: torch.n
 def count_ids(config: Config, train: Part, transform: Transform, rows: int) -> tuple[dict[str, int], bool]:
     """Return the number of distinct ids of each table, and whether all rows were read.
 
-    If there are more than :data:`SAMPLE` rows, only the first ones are read. The number of ids is then extrapolated
-    with a power of the number of rows (Heaps 1978), which is fitted to the first half of these rows and all of them.
+    If there are more than :data:`SAMPLE` rows, only the first :data:`SAMPLE` rows are read. The number of ids in all
+    rows is then extrapolated by a power law of the number of rows (Heaps 1978). The power law is fitted to the numbers
+    of ids in the first half of these rows and in all of them.
     """
     tables = {slot: _table_of(config, slot) for slot in transform.slots}
     seen: dict[str, npt.NDArray[np.uint64]] = {}

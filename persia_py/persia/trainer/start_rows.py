@@ -16,15 +16,15 @@ from persia.trainer.run_folder import is_run
 def start_folder(config: Config, *, in_job: bool) -> Place | None:
     """Return the checkpoint in ``train.start_from``, a folder or a URL.
 
-    None if the setting is empty, and on every rank but 0.
+    Return None if the setting is empty, and on every rank except rank 0.
 
     Args:
         config: The configuration.
-        in_job: Whether the rows are on servers, which read below ``PERSIA_CKPT_DIR``; otherwise a relative folder is
-            relative to that of ``persia.yml``.
+        in_job: Whether the rows are on servers. A relative path is then relative to ``PERSIA_CKPT_DIR``, otherwise to
+            the folder of ``persia.yml``.
 
     Raises:
-        ConfigError: The path is a run or a checkpoint of one, which has steps, a model and optimizer state.
+        ConfigError: The path is a run, or a checkpoint of a run, which also has steps, a model and optimizer state.
         CheckpointError: The path has no checkpoint, or a damaged one.
     """
     given = config.train.start_from
@@ -59,7 +59,7 @@ def load_start_rows(ctx: TrainCtx, config: Config, *, in_job: bool) -> None:
         in_job: As in :func:`start_folder`.
 
     Raises:
-        ConfigError: The checkpoint is one of a run.
+        ConfigError: The checkpoint is that of a run.
         CheckpointError: The path has no checkpoint, the checkpoint is damaged, or its tables differ.
     """
     folder = None if ctx.step else start_folder(config, in_job=in_job)

@@ -43,7 +43,7 @@ class RowsAtATime:
     used: int | None = None
 
     def of(self, given: int | None) -> int | None:
-        """Return the number for a configuration. A value that the configuration has changed takes precedence."""
+        """Return the number of rows for a configuration. If its value has changed since, the new value is used."""
         return given if self.used is None or given != self.given else self.used
 
     def use(self, rows: int, given: int | None) -> None:
@@ -158,6 +158,6 @@ class TrainerState:
         self.unusual = Unusual(int(state_dict["rows"]), {**state_dict["unusual"]})
         self.evaluations = [*state_dict["evaluations"]]
         self.seconds, self.samples = float(state_dict["seconds"]), int(state_dict["samples"])
-        # the state of a checkpoint from an older version lacks these two
+        # checkpoints of older versions lack the next two values
         self.micro_batch = RowsAtATime(*state_dict.get("micro_batch", (None, None)))
         self.cost_usd = float(state_dict.get("cost_usd", 0.0))

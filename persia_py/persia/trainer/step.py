@@ -36,9 +36,9 @@ class Steps:
     and its gradients are those of the whole batch, except for rounding, and each row is pushed once. The number of rows
     is kept for later steps, and in checkpoints.
 
-    Several ranks halve together. Each rank computes its parts without the others, then the ranks agree that all had
-    enough memory, and only the backward pass of the last part averages gradients. Otherwise a failing rank would leave
-    the others waiting in a collective.
+    Several ranks halve together. Each rank computes its parts without the other ranks. Then the ranks agree that all
+    had enough memory, and the backward pass of the last part averages gradients. Otherwise a failing rank would leave
+    the other ranks waiting in a collective.
 
     Args:
         config: The configuration.
@@ -54,8 +54,8 @@ class Steps:
         self._weighted = config.train.weight is not None
         self._given = rows_at_a_time(config)
         self._anomalies = config.train.detect_anomaly
-        self._made = 0  # the number of steps with this number of rows
-        self._agreed_rows: int | None = None  # the number of rows for which a rank had no memory, known on all ranks
+        self._made = 0  # the number of steps with the current number of rows
+        self._agreed_rows: int | None = None  # the number of rows that needed too much memory on any rank
 
     @property
     def rows(self) -> int | None:
@@ -79,7 +79,7 @@ class Steps:
             else:
                 self._made += 1
                 return loss
-            gc.collect()  # the error kept the frames of the failed step alive, and with them its tensors
+            gc.collect()  # frees the tensors of the failed step, which the error kept alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -109,12 +109,13 @@ class Steps:
         """Perform a step whose gradients are averaged only after all ranks had memory for all parts except the last.
 
         Raises:
-            OutOfMemoryError: A rank had not enough memory; the error is the same on all ranks.
+            OutOfMemoryError: A rank did not have enough memory; the error is the same on all ranks.
         """
         parts = [*self._ctx.micro_batches(batch, rows)]
         first, last = parts[:-1] or [dataclasses.replace(parts[0], is_last=False)], parts[-1]
         failed = loss = None
-        # gathered before the parts, so that a rank that fails in a part does not leave others waiting in an all-gather
+        # The weights are gathered before the parts. Otherwise a rank that fails in a part would leave other ranks
+        # waiting in an all-gather.
         self._ctx.gather_weights(batch)
         try:
             loss = self._divided(batch, first)

@@ -36,7 +36,7 @@ class Trial:
         config: The complete configuration, from which the name of the run is derived.
         status: The status of the run, such as ``finished`` or ``stopped``; ``failed`` after an error; empty before.
         value: The metric of the validation set; None if it is not defined.
-        loss: The loss of the validation set; None likewise.
+        loss: The loss of the validation set; None if it is not defined.
         error: The reason for the failure; empty if there is none.
         hint: The next step after the failure; empty if there is none.
         reused: Whether the trial had finished before.
@@ -121,7 +121,7 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
     for chosen in grid(options):
         document = open_document(file, [*overrides, *chosen])
         config = document.checked()
-        warnings |= dict.fromkeys(document.findings.warnings)  # a warning once, not for each trial
+        warnings |= dict.fromkeys(document.findings.warnings)  # log each warning once, not for each trial
         if config.data.synthetic:
             raise UsageError(
                 "--sweep: data.synthetic is true; models cannot be compared on random rows",
@@ -149,9 +149,9 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
 
 
 def _digest(config: Config, parts: Parts) -> str:
-    """Return 10 hexadecimal digits that are equal for equal settings, folder of the file, and data files.
+    """Return 10 hexadecimal digits that depend on the settings, the folder of the file, and the data files.
 
-    Files are compared by name and size, as after a resume, so that trials are only compared on the same rows.
+    As on resume, data files are identified by name and size. Trials are therefore compared only on the same rows.
     """
     content = config.model_dump(mode="json", by_alias=True, exclude={"run"})
     files = [part.files.sizes for part in (parts.train, parts.valid, parts.test) if part is not None]
@@ -218,10 +218,10 @@ def run(trial: Trial) -> None:
 
 
 def _hint(error: PersiaError, folder: RunFolder) -> str:
-    """Return the next step after an error of a trial. Some hints are for a run whose name the user chooses."""
+    """Return the next step after an error of a trial. It replaces hints that assume a run named by the user."""
     if isinstance(error, CheckpointError):
         return "; ".join(filter(None, (error.hint, _from_beginning(folder))))
-    if isinstance(error, BudgetSpentError):  # --set would add another trial
+    if isinstance(error, BudgetSpentError):  # --set in a sweep would define another trial
         run, config = shlex.quote(folder.shown), shlex.quote(f"{folder.shown}/{CONFIG}")
         return f"persia train {config} --resume {run} --set budget.usd=USD; then repeat the sweep"
     return error.hint

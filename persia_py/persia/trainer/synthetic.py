@@ -1,4 +1,4 @@
-"""Random batches in the shape of the data, without reading files, to find out whether the data limits a run."""
+"""Random batches that resemble those of the data, to find out whether reading and transforming data limits a run."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ POOL = 8
 
 
 class SyntheticBatches(IterableDataset):
-    """Batches of rows that are drawn at random from those of the first batches of the data.
+    """Batches of rows that are drawn at random from the first batches of the data.
 
     The batches have the ids, floats and labels of real rows, with their repetitions, so look-ups and the model do the
     same work as with the data. Nothing is read or transformed after the first batches.

@@ -104,7 +104,7 @@ class Trainer:
         self._close(value)
 
     def fit(self, source: Paths | IterableDataset | None = None) -> Iterator[Report]:
-        """Train, and iterate reports: one every ``run.log_every`` steps, and one for each evaluation.
+        """Train, and iterate over reports: one every ``run.log_every`` steps, and one for each evaluation.
 
         The last report of a whole run is that of the test set, if there is one. The test set is scored once, with the
         best model if ``early_stop`` is set.
@@ -155,7 +155,7 @@ class Trainer:
         """Evaluate the model.
 
         Args:
-            source: Labelled files; None means the test set, or the validation set if there is none.
+            source: Labeled files; None means the test set, or the validation set if there is none.
 
         Raises:
             UsageError: No model is trained or loaded, or there is neither a test set nor a validation set.
@@ -178,9 +178,9 @@ class Trainer:
 
         Returns:
             An iterator of pairs: rows as they were read, and the scores for each label, ``[rows]``: probabilities for
-                ``bce``, the model's outputs for ``mse``. It counts unusual values. During the iteration, it raises
-                :class:`UsageError` if no model is trained or loaded, and :class:`DataError`, with file and row, for an
-                invalid row.
+                ``bce``, the model's outputs for ``mse``. The iterator counts unusual values. During the iteration, it
+                raises :class:`UsageError` if no model is trained or loaded, and :class:`DataError`, with file and row,
+                for an invalid row.
         """
         found = Predictions()
         return found.of(self._predict(found, source, strict, columns))
@@ -215,7 +215,8 @@ class Trainer:
             rows: The data type of embedding rows: ``f32``, ``f16`` or ``int8``.
             torchscript: Whether to write the dense model as TorchScript instead of using ``torch.export``.
             held_out: Files with rows on which the scores of the bundle are compared with those of evaluation; they need
-                no labels. None means the test set; without one, the validation set; without either, the training rows.
+                no labels. None means the test set, or the validation set if there is no test set, or otherwise the
+                training rows.
 
         Raises:
             UsageError: The folder exists, no model is trained, the model cannot be exported, or the scores differ.
@@ -283,7 +284,7 @@ class Trainer:
         try:
             self._resumes = find_checkpoint(where)
         except UsageError:
-            self._resumes = self.folder  # the run has no checkpoint yet
+            self._resumes = self.folder  # the run has no checkpoint
         return self
 
     @property
@@ -337,7 +338,7 @@ class Trainer:
             if self.folder is not None:
                 warn_of_trained(self.folder, files)
             return Part(files, None, "test", self.config.origin)
-        training = self._training  # its parts may come from files that were passed to fit()
+        training = self._training  # its parts may be those of files that were passed to fit()
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
@@ -366,7 +367,7 @@ class Trainer:
             if training is not None:
                 self._resumes = find_checkpoint(training.folder.path)
             if self._resumes is not None and not isinstance(self._resumes, Found):
-                find_checkpoint(self._resumes.path)  # raises: the run has no checkpoint
+                find_checkpoint(self._resumes.path)  # raises an error, because the run has no checkpoint
             if not isinstance(self._resumes, Found):
                 raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
             self._use_threads()

@@ -45,7 +45,7 @@ class Validation:
         self._checkpoints = checkpoints
 
     def resume(self, before: Config) -> None:
-        """Continue with the earlier evaluations in the newest checkpoint, as far as they are still valid. For rank 0.
+        """On rank 0, continue with the earlier evaluations in the newest checkpoint, as far as they are still valid.
 
         Args:
             before: The configuration with which the run was trained so far.
@@ -138,9 +138,9 @@ class Validation:
         return True
 
     def end(self) -> None:
-        """Upload the best checkpoint, below ``best`` next to the checkpoints; for rank 0. A failure is logged.
+        """On rank 0, upload the best checkpoint to ``best`` below the URL of the replicas. A failure is logged.
 
-        If the run ends without a best checkpoint, those of an earlier early stop are deleted.
+        If the run ends without a best checkpoint, the best checkpoints of an earlier early stop are deleted.
         """
         best, store = self._state.best, self._checkpoints.store()
         if best is None:
@@ -157,8 +157,8 @@ class Validation:
     def prune(self) -> None:
         """Delete best checkpoints that no other checkpoint of the run needs.
 
-        Each checkpoint names the best one at its step, so a resumed run needs the newest best one that is not after the
-        newest checkpoint. The resumed run rewrites later ones.
+        Each checkpoint names the best checkpoint at its step. A resumed run therefore needs the newest best checkpoint
+        whose step is not after that of the newest checkpoint. The resumed run writes later best checkpoints again.
         """
         best = self._state.best
         if best is None or get_rank() != 0:
@@ -196,7 +196,7 @@ def _delete(path: Place) -> None:
         line = "cannot delete the checkpoint %s, which is no longer needed: %s%s"
         _logger.warning(line, path, error, next_step(error))
     except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)  # as much as possible
+        shutil.rmtree(path, ignore_errors=True)  # delete as much as possible
         if os.path.lexists(path):
             line = "cannot delete the checkpoint %s, which is no longer needed: %s; next: rm -r %s"
             _logger.warning(line, path, error.strerror or error, shlex.quote(str(path)))

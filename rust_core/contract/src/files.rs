@@ -69,7 +69,7 @@ fn a_prepared_snapshot_keeps_its_rows(make: Make<'_>) {
     let (prepared, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = fixture.0.write_snapshot(prepared.path(), Some(1)).unwrap();
     assert_eq!(saved.rows, [0, 300]);
-    // The prepared snapshot has been written; the next one has the current rows.
+    // The prepared snapshot has been written. The next one has the current rows.
     let later = fixture.read(1, &early);
     assert_ne!(later, rows);
     let files = snapshot(&fixture, of_now.path());

@@ -1,5 +1,5 @@
-//! Cases about samples with many ids: tables that pool must return results that are bit-identical to pooling
-//! their rows here. Tables that do not pool must refuse such look-ups.
+//! Cases about samples with many ids. Tables that pool must return results that are bit-identical to pooling
+//! their rows outside the tables. Tables that do not pool must refuse such look-ups.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};

@@ -1,4 +1,4 @@
-//! Cases about malformed requests: nothing changes, not even by their valid parts.
+//! Cases about malformed requests: nothing changes, and not even their valid parts are applied.
 
 use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;

@@ -87,7 +87,7 @@ fn evaluation_changes_nothing(make: Make<'_>) {
         assert_eq!((report.hits, report.missing, report.initial), (30, 3, 0));
     }
     assert_eq!(fixture.0.stats().unwrap(), before);
-    let (_, report) = fixture.train(2, 0, &unknown); // the token is still fresh
+    let (_, report) = fixture.train(2, 0, &unknown); // the evaluation look-ups did not use up the token
     assert_eq!(report.initial, 3);
 }
 
@@ -106,7 +106,7 @@ fn tables_do_not_mix(make: Make<'_>) {
     let gradients: Vec<Vec<f32>> =
         dims.iter().enumerate().map(|(table, dim)| vec![1.0 + table as f32; 80 * dim]).collect();
     let tables: Vec<TableGradients<'_>> = (0..2)
-        .rev() // in any order
+        .rev() // the order of the tables does not matter
         .map(|table| TableGradients { table, ids: &grouped, gradients: Gradients::Rows(&gradients[table]) })
         .collect();
     let push = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };

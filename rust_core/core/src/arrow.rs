@@ -81,7 +81,7 @@ fn one(data: &Bound<'_, PyAny>) -> PyResult<Batches> {
     let schema = schema.cast::<PyCapsule>()?.pointer_checked(Some(SCHEMA))?.cast::<FFI_ArrowSchema>();
     let array = array.cast::<PyCapsule>()?.pointer_checked(Some(ARRAY))?.cast::<FFI_ArrowArray>();
     // SAFETY: by the interface, capsules of these names contain a valid schema and its array. The array is moved out,
-    // and an empty one is left for the capsule to release; the schema is read while its capsule is alive.
+    // and an empty one is left for the capsule to release. The schema is read while its capsule is alive.
     let array = unsafe { from_ffi(FFI_ArrowArray::from_raw(array.as_ptr()), schema.as_ref()) };
     let array = array.map_err(|error| wrong(py, &error))?;
     if !matches!(array.data_type(), arrow_schema::DataType::Struct(_)) || array.nulls().is_some() {

@@ -69,8 +69,8 @@ impl Saver {
         Ok(Self { saver: Some(saver), tables, number, held: true, directory, head })
     }
 
-    /// Write the held rows. Only one save writes at a time: meanwhile, creating another `Saver` waits or,
-    /// with servers, raises a `StorageError` after a second.
+    /// Write the held rows. Only one save writes at a time. Meanwhile, creating another `Saver` waits or, with
+    /// servers, raises a `StorageError` after a second.
     fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
         self.held = false;
@@ -115,8 +115,8 @@ impl Saver {
         py.detach(|| saver.add_content(name, content)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest. From then on, `directory` is this checkpoint. Returns the error, if any, of
-    /// servers that could not be notified afterwards; their logs then still start at the previous checkpoint.
+    /// Publish the manifest. From then on, `directory` is this checkpoint. Returns the error, if any, of servers that
+    /// could not be notified afterwards. The logs of these servers then still start at the previous checkpoint.
     /// `cursor` and `inputs` are JSON: the position of the data loader and the names of the model's inputs.
     #[pyo3(signature = (cursor, created_at, inputs=None))]
     fn commit(
@@ -310,9 +310,9 @@ fn kind(optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// List the checkpoints below a folder, or only the folder if it is a checkpoint. The newest comes first;
-/// those whose manifest cannot be used, and unfinished saves, come last. A checkpoint that is damaged or
-/// cannot be read has a `problem`; one that cannot be read, or has a newer format, is also `unread`. Without
+/// List the checkpoints below a folder, or only the folder if it is a checkpoint. The newest checkpoint comes first.
+/// Checkpoints whose manifest cannot be used, and unfinished saves, come last. A checkpoint that is damaged or cannot
+/// be read has a `problem`. A checkpoint that cannot be read, or that has a newer format, is also `unread`. Without
 /// `verify`, only manifests are read.
 #[pyfunction]
 #[pyo3(signature = (parent, verify=true))]
@@ -325,7 +325,7 @@ pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf, verify: bool) -> Py
     }
     let is_checkpoint = match &own {
         Err(CheckpointError::Missing { .. }) => false,
-        // At a URL, the listing below fails for the same reason.
+        // At a URL, `files::list` fails for the same reason.
         Err(CheckpointError::Io { .. }) => !is_url(&parent),
         _ => true,
     };
@@ -391,7 +391,7 @@ fn describe<'py>(
     let entry = PyDict::new(py);
     entry.set_item("path", Place::from(path.to_owned()))?;
     let (problem, unread) = match manifest {
-        // A checkpoint in a newer format is intact, too.
+        // A checkpoint in a newer format is not read, but may be intact.
         Err(error) => {
             (Some(error.to_string()), is_unread(error) || matches!(error, CheckpointError::Future { .. }))
         }

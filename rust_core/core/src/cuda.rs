@@ -41,7 +41,7 @@ fn step(on_device: &OnDevice) -> Option<Arc<Step>> {
     Arc::clone(on_device).downcast().ok()
 }
 
-/// The number of a step's CUDA device; None if the step is not on one.
+/// The number of a step's CUDA device; None if the step is not on a CUDA device.
 pub(crate) fn ordinal(on_device: &OnDevice) -> Option<i32> {
     step(on_device).map(|step| step.device().cuda().ordinal())
 }

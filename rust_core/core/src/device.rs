@@ -35,7 +35,7 @@ pub(crate) fn open(py: Python<'_>, ordinal: i32, _vectors: Dtype, _wire: Dtype) 
     Err(errors::raise(py, "DeviceError", text))
 }
 
-/// The number of a step's CUDA device; None if the step is not on one.
+/// The number of a step's CUDA device; None if the step is not on a CUDA device.
 pub(crate) fn ordinal(_step: &OnDevice) -> Option<i32> {
     None
 }

@@ -99,8 +99,7 @@ impl Discovery {
         Ok(found.into_iter().map(metadata_of).collect())
     }
 
-    /// Close the connection, which withdraws its announcements. An engine that uses the connection keeps it
-    /// open.
+    /// Close the connection. This withdraws its announcements. An engine that uses the connection keeps it open.
     fn close(&self, py: Python<'_>) {
         let connection = self.connection.lock().take();
         py.detach(|| drop(connection));

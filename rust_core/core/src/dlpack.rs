@@ -129,10 +129,10 @@ pub(crate) struct Tensor {
     shape: Vec<i64>,
 }
 
-// SAFETY: `data` points into memory that `owner` or `device` keeps alive. Both are Send and Sync; the pointer
-// is only passed on.
+// SAFETY: `data` points into memory that `owner` or `device` keeps alive. Both are Send and Sync. The pointer is only
+// passed on.
 unsafe impl Send for Tensor {}
-// SAFETY: as above; no method writes through the pointer.
+// SAFETY: as for `Send`. No method writes through the pointer.
 unsafe impl Sync for Tensor {}
 
 impl Tensor {
@@ -260,8 +260,8 @@ unsafe extern "C" fn release_exported(managed: *mut Managed) {
 }
 
 unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
-    // SAFETY: Python calls this with a capsule created above; a consumed capsule has a different name and is not
-    // touched.
+    // SAFETY: Python calls this with a capsule that `Tensor::__dlpack__` created. A consumed capsule has a different
+    // name and is not changed.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             let managed = ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast::<Managed>();
@@ -272,9 +272,9 @@ unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
 
 /// A float32 tensor that Python owns. It is kept alive and can be read from any thread.
 ///
-/// The capsule remains the owner. A thread without the GIL must not call the tensor's deleter: PyTorch's deleter waits
-/// for the GIL, which ends the process while the interpreter shuts down. Dropping a [`Py`] defers the call to a thread
-/// with the GIL.
+/// The capsule remains the owner. A thread without the GIL must not call the tensor's deleter: PyTorch's deleter
+/// waits for the GIL, and this wait ends the process while the interpreter shuts down. Dropping a [`Py`] defers the
+/// call to a thread with the GIL.
 pub(crate) struct Borrowed {
     start: *const f32,
     len: usize,
@@ -283,7 +283,7 @@ pub(crate) struct Borrowed {
 
 // SAFETY: the floats live as long as the capsule, and they are only read.
 unsafe impl Send for Borrowed {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Borrowed {}
 
 impl AsRef<[f32]> for Borrowed {

@@ -149,7 +149,7 @@ pub(crate) fn data(py: Python<'_>, errors: &DataErrors) -> PyErr {
 }
 
 /// Convert the error of a transform that cannot be created. The hint of `CheckpointError` is about checkpoints. The
-/// Python code that reads a transform knows its origin, and adds the next step.
+/// Python code that reads a transform knows its origin, and adds the next step to the message.
 pub(crate) fn transform(py: Python<'_>, error: &TransformError) -> PyErr {
     let message = error.to_string();
     match error {

@@ -55,8 +55,8 @@ impl Pipeline {
         &self.open
     }
 
-    /// Discard the last batch that was taken if the next one waits only for its gradients, because the loop no longer
-    /// pushes them.
+    /// Discard the last batch that was taken, if the next batch waits only for its gradients. A loop that asks for
+    /// the next batch no longer pushes these gradients.
     fn discard_last(&self, what: Wait) -> bool {
         let mut last = self.last.lock();
         let Some((step, ticket)) = last.as_ref() else { return false };

@@ -27,9 +27,9 @@ const CALLS: &[(&str, &str, &str)] = &[
 /// error that ended it.
 type Call = (String, f64, f64, Option<usize>, String);
 
-/// Start the exporter of this rank if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`
-/// is set, and tracing is not disabled. Returns whether it was started. Every `every`-th step is traced; 0
-/// means none.
+/// Start the exporter of this rank if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` is set,
+/// and tracing is not disabled. Returns whether it was started. Every `every`-th step is traced. If `every` is 0, no
+/// step is traced.
 #[pyfunction]
 pub(crate) fn start(py: Python<'_>, rank: u32, run_id: String, every: u64) -> PyResult<bool> {
     logs::begin(py)?;

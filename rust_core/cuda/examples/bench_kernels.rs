@@ -2,7 +2,7 @@
 //! line of JSON for each case.
 //!
 //! `cargo run --release -p persia-cuda --example bench_kernels`, or `make bench-gpu`. The bytes of lists and of rows
-//! that are read and written are counted; repeated reads from the cache are not.
+//! that are read and written are counted. Repeated reads from the cache are not.
 #![allow(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 use std::sync::Arc;

@@ -24,9 +24,9 @@ pub(crate) struct Context {
     handle: sys::CUcontext,
 }
 
-// SAFETY: a context may be current on any number of threads; the handle is only passed to the driver.
+// SAFETY: a context may be current on any number of threads. The handle is only passed to the driver.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: a shared context is only passed to the driver, which accepts calls from any thread.
 unsafe impl Sync for Context {}
 
 /// A context, while it is current on this thread.
@@ -45,7 +45,7 @@ impl Context {
         let (mut version, mut count, mut device): (c_int, c_int, _) = (0, 0, 0);
         let mut capability = (0, 0);
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the library is loaded; all pointers point to local variables.
+        // SAFETY: the library is loaded, and all pointers point to local variables.
         unsafe {
             call("cuDriverGetVersion", sys::cuDriverGetVersion(&mut version))?;
             if version < CUDA_VERSION {
@@ -97,8 +97,8 @@ impl Context {
         check(self.ordinal, what, code)
     }
 
-    /// The free memory and the total memory of the device, in bytes. The error is the driver's name and description
-    /// of it.
+    /// The free memory and the total memory of the device, in bytes. If they cannot be read, returns the name
+    /// and the description of the driver's error.
     pub(crate) fn free_and_total(&self) -> Result<(usize, usize), String> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the pointers point to local variables.
@@ -147,7 +147,7 @@ pub(crate) struct Stream {
 
 // SAFETY: the driver accepts calls for a stream from any thread.
 unsafe impl Send for Stream {}
-// SAFETY: as above.
+// SAFETY: the driver also accepts concurrent calls for a stream.
 unsafe impl Sync for Stream {}
 
 impl Stream {
@@ -208,7 +208,7 @@ pub(crate) struct Event {
 
 // SAFETY: the driver accepts calls for an event from any thread.
 unsafe impl Send for Event {}
-// SAFETY: as above.
+// SAFETY: the driver also accepts concurrent calls for an event.
 unsafe impl Sync for Event {}
 
 impl Event {
@@ -253,7 +253,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.enter() {
-            // SAFETY: `new` created the event; the driver keeps it as long as work waits for it.
+            // SAFETY: `new` created the event, and the driver keeps it as long as work waits for it.
             let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
         }
     }

@@ -1,4 +1,4 @@
-//! The memory layout of a step, and the jobs that use it. Addresses are device addresses; this module does not call
+//! The memory layout of a step, and the jobs that use it. Addresses are device addresses. This module does not call
 //! the device.
 
 use std::ops::Range;
@@ -76,8 +76,8 @@ impl BlockBuilder {
     }
 }
 
-/// The layout of one look-up: a block of inputs (rows, lists, dense tensors and jobs) and a block of outputs (vectors
-/// and masks).
+/// The layout of one look-up. The block of inputs has rows, lists, dense tensors and jobs. The block of
+/// outputs has vectors and masks.
 #[derive(Debug)]
 pub struct StepLayout {
     inputs: usize,
@@ -159,7 +159,7 @@ impl StepLayout {
 
     /// Write everything except the rows into `memory`, which is later copied to the block at address
     /// `inputs`. The kernels write vectors to `outputs`. Returns the jobs of the features that are not raw,
-    /// and of those that are.
+    /// followed by those of the raw features.
     pub fn write(&self, memory: &mut [u8], work: &DeviceWork<'_>, inputs: u64, outputs: u64) -> [Jobs; 2] {
         for (feature, places) in work.features.iter().zip(&self.features) {
             copy_feature(memory, feature, places);

@@ -1,18 +1,21 @@
 //! Pools embedding rows, and sums their gradients, on a CUDA device.
 //!
 //! * [`Cuda`]: a device with its context, streams, kernels and memory, once per process and device
-//! * [`CudaDevice`]: a device as an engine uses it; implements [`persia_engine::device::Device`]
+//! * [`CudaDevice`]: a device as an engine uses it, which implements [`persia_engine::device::Device`]
 //! * [`Step`]: the tensors of one look-up, and the sums of their gradients
 //! * [`kernels`]: the three kernels and their arguments
 //! * [`layout`]: the memory layout of a step's lists, vectors and sums
-//! * `by_hand`: memory and launches for tests and measurements; requires the cargo feature `by_hand`
+//! * `by_hand`: memory and launches for tests and measurements, with the cargo feature `by_hand`
 //!
 //! Neither building nor loading needs CUDA, because the driver's library is opened together with the first
 //! device.
 //!
 //! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
-//! Events put the streams in order. Only the following wait for the device: the push thread and the drop of [`Sums`],
-//! for their copy; [`Cuda::trim`]; and a call that fails after it has queued work.
+//! Events order the work of the streams. Only the following wait for the device:
+//!
+//! * the push thread, and the drop of [`Sums`], which wait for the copy of the sums
+//! * [`Cuda::trim`]
+//! * a call that fails after it has queued work
 #![allow(unsafe_code)] // calls into the driver, a C library, are unsafe
 
 #[cfg(feature = "by_hand")]

@@ -82,7 +82,7 @@ impl Threshold {
 
 // SAFETY: the driver accepts calls for a pool and for streams from any thread.
 unsafe impl Send for Inner {}
-// SAFETY: as above.
+// SAFETY: the driver also accepts concurrent calls for a pool and for streams.
 unsafe impl Sync for Inner {}
 
 impl DevicePool {

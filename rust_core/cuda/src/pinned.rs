@@ -41,8 +41,8 @@ impl PinnedPool {
         Arc::new(Self { state: Mutex::default(), context: Arc::clone(context) })
     }
 
-    /// Take `bytes` of page-locked memory with unspecified content. It is the smallest free block that fits, or a new
-    /// block.
+    /// Take `bytes` of page-locked memory with unspecified content. This is the smallest free block that fits
+    /// or, if there is none, a new block.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CudaError> {
         let mut state = self.state.lock();
         state.reclaim();
@@ -121,7 +121,7 @@ pub(crate) struct Pinned {
     home: Arc<PinnedPool>,
 }
 
-// SAFETY: this is plain memory with one owner; through shared references it is only read.
+// SAFETY: this is plain memory with one owner. Through shared references it is only read.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -135,7 +135,8 @@ impl Pinned {
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; no copy from the block is in progress before `give_back_after`.
+        // SAFETY: the block has this many initialized bytes until it is dropped, and any copy to it has
+        // ended. No copy from the block is in progress before `give_back_after`.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
     }
 
@@ -154,7 +155,7 @@ impl Pinned {
         if self.len == 0 {
             return Ok(());
         }
-        // SAFETY: as above.
+        // SAFETY: both blocks have this many bytes, and both are freed only after the copy.
         let code = unsafe { sys::cuMemcpyDtoHAsync_v2(self.start().cast(), from, self.len, stream.handle()) };
         self.home.context.check("cuMemcpyDtoHAsync", code)
     }

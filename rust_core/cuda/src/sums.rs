@@ -42,8 +42,8 @@ impl Step {
     /// Each sum is multiplied by `scale`. Also returns a word on the device, which is 1 if a sum is not finite,
     /// otherwise 0.
     ///
-    /// This function does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of
-    /// the sums as soon as the sums are copied, which is before the push.
+    /// This function does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the
+    /// memory of the sums as soon as the sums have been copied, before they are pushed.
     ///
     /// # Errors
     /// [`CudaError`] if there is no memory or gradients do not fit the step, or from the driver.

@@ -105,7 +105,8 @@ fn memory_is_used_again_and_given_back() {
     (0..1000).for_each(|_| once());
     let after = cuda.memory().unwrap();
     assert!(after.reserved <= before.reserved, "{before:?} to {after:?}");
-    // After a large buffer the driver may keep its memory, because smaller ones are in it, but does not take more.
+    // The driver may keep the memory of a large buffer if it places smaller buffers there, but it takes no
+    // more memory.
     drop(cuda.upload(&vec![7; 1 << 28]).unwrap());
     (0..4096).for_each(|_| once());
     let after = cuda.memory().unwrap();

@@ -1,6 +1,6 @@
 //! Tests that an engine whose device runs the kernels' source, compiled for the CPU, is bit-identical to an
-//! engine without a device: vectors, masks, dense tensors, and rows after many pushes. A real device only adds
-//! copies and their order.
+//! engine without a device. Vectors, masks, dense tensors, and rows after many pushes are compared. A real
+//! device only adds copies and their order.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod host;

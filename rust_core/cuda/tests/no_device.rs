@@ -1,12 +1,12 @@
-//! Tests that, without a driver, requesting a device is an error that says what to do. Nothing panics, and
-//! nothing else fails.
+//! Tests that, without a driver, requesting a device returns an error that says what to do. Nothing panics,
+//! and nothing else fails.
 
 use persia_cuda::{Cuda, CudaError, is_driver_present};
 
 #[test]
 fn without_a_driver_a_device_is_refused_with_what_to_do() {
     if is_driver_present() {
-        return; // tests/device.rs is for this machine
+        return; // this machine has a driver: tests/device.rs tests it
     }
     for _ in 0..2 {
         let error = Cuda::device(0).unwrap_err();

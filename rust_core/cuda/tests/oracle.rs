@@ -132,7 +132,7 @@ fn every_half_is_widened_and_every_rounding_made_as_the_cpu_does() {
             ..base
         };
         run(&shim, &case);
-        // Also convert numbers between them, with every exponent.
+        // Also convert f32 numbers between the 16-bit numbers, with every exponent.
         let between: Vec<f32> =
             (0..65536u32).map(|i| f32::from_bits(i << 16 | i.wrapping_mul(40_503) & 0xFFFF)).collect();
         let finite: Vec<f32> =

@@ -57,7 +57,7 @@ fn zipf() -> Vec<f64> {
     shares
 }
 
-/// Draw the ids of one feature of one batch. They are scrambled so that frequent ids are not neighbours.
+/// Draw the ids of one feature of one batch. They are scrambled so that frequent ids are not adjacent.
 fn draw(random: &mut Random, zipf: Option<&[f64]>, feature: usize, count: usize) -> Vec<u64> {
     let one = |random: &mut Random| {
         let rank = match zipf {

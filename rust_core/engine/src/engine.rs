@@ -74,7 +74,7 @@ impl Engine {
         Ok(Self { pusher: Arc::new(PushThread::start(context, options)?) })
     }
 
-    /// Create a pipeline for the batches of one data loader. Several pipelines may be open; staleness and steps are
+    /// Create a pipeline for the batches of one data loader. Several pipelines may be open. Staleness and steps are
     /// counted over all of them.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl Engine {
         Pipeline::open(Arc::clone(&self.pusher))
     }
 
-    /// Look up a batch outside any pipeline, and change nothing. The result may or may not include pushes in flight;
+    /// Look up a batch outside any pipeline, and change nothing. The result may or may not include pushes in flight:
     /// call [`Self::drain`] first if that matters.
     ///
     /// # Errors
@@ -94,7 +94,8 @@ impl Engine {
         self.lookup_on(self.scheduler().context.device.as_deref(), batch, mode)
     }
 
-    /// Like [`Self::lookup_now`], but on `device` instead of the engine's, or on the CPU if it is None.
+    /// Like [`Self::lookup_now`], but on `device` instead of the engine's device. If `device` is None, the
+    /// CPU pools.
     ///
     /// # Errors
     /// Those of [`Self::lookup_now`].
@@ -117,9 +118,9 @@ impl Engine {
         Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
-    /// For each id feature, the number of its unique ids and the number of these that have no row. Each
-    /// feature is looked up separately, and nothing is changed. For a hash stack, buckets are counted. Ids that
-    /// a raw feature truncates are not counted.
+    /// For each id feature, the number of its unique ids, and how many of these have no row. Each feature is
+    /// looked up separately, and nothing is changed. For a hash stack, buckets are counted. Ids that a raw
+    /// feature truncates are not counted.
     ///
     /// # Errors
     /// [`Error::FeatureMismatch`], [`Error::BadFeature`], [`Error::TooLarge`], [`Error::Lookup`],
@@ -157,8 +158,8 @@ impl Engine {
         }
     }
 
-    /// Let no pipeline start a look-up until [`Engine::resume`]. After a drain, the rows are then those of
-    /// one step and do not change.
+    /// Prevent all pipelines from starting look-ups until [`Engine::resume`]. After a drain, the rows are
+    /// then those of one step and do not change.
     pub fn pause(&self) {
         self.scheduler().lock().paused = true;
     }

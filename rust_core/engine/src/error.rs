@@ -104,13 +104,13 @@ pub enum Error {
     BadOption {
         /// The name of the option.
         option: &'static str,
-        /// The value, and the allowed values, after the name.
+        /// The value and the allowed values, as the text that follows the name.
         what: String,
     },
     /// Gradients do not fit the batch.
     #[error("gradients of step {step}: {what}")]
     BadGradient {
-        /// The step to which they were to be applied.
+        /// The step of the gradients.
         step: u64,
         /// The feature, and what was expected.
         what: String,
@@ -123,7 +123,7 @@ pub enum Error {
         /// The cause.
         source: Arc<TablesError>,
     },
-    /// A push failed; the engine stops. If a reply was lost, the gradients may be applied on some or all servers.
+    /// A push failed, and the engine stops. If a reply was lost, the gradients may be applied on some or all servers.
     #[error("push of step {step} failed, and its gradients may be lost: {source}")]
     Push {
         /// The batch's step.

@@ -2,12 +2,13 @@
 //!
 //! A training step uses, in this order:
 //!
-//! 1. [`Batch`]: id features, which are deduplicated once, dense tensors and labels; checked when it is created
-//! 2. a plan: the slot and the table of each feature, and where its rows are pooled; slots that share a table are
-//!    merged
-//! 3. [`Pipeline`]: looks up batches ahead of time, while at most K - 1 pushes are unacknowledged; returns
-//!    [`PooledBatch`]
-//! 4. [`PushTicket::push`]: sums the gradients of each unique id, and pushes them in the background
+//! 1. [`Batch`]: id features, dense tensors and labels. Ids are deduplicated once. A batch is checked when it is
+//!    created.
+//! 2. a plan: the slot and the table of each feature, and where its rows are pooled. Slots that share a table are
+//!    merged.
+//! 3. [`Pipeline`]: looks up batches ahead of time, while at most K - 1 pushes are unacknowledged, and returns
+//!    [`PooledBatch`].
+//! 4. [`PushTicket::push`]: sums the gradients of each unique id, and pushes them in the background.
 //!
 //! ```no_run
 //! # use persia_engine::{Batch, Engine, Error, Next, PushOptions};

@@ -21,8 +21,8 @@ impl<T: Copy + Default> FreeList<T> {
         Self { by_capacity: BTreeMap::new(), count: 0, max }
     }
 
-    /// Take a vector of `len` elements with unspecified content. It is the smallest free vector that fits, unless that
-    /// is more than twice as large as needed.
+    /// Take a vector of `len` elements with unspecified content. This is the smallest free vector that fits.
+    /// If that vector is more than twice as large as needed, a new one is allocated.
     pub(crate) fn take(&mut self, len: usize) -> Vec<T> {
         // Round up, so that vectors are reused if sizes differ slightly between batches.
         let wanted = len.next_multiple_of(MIN_REUSED);

@@ -13,11 +13,12 @@ pub struct EngineStats {
     pub pushes: u64,
     /// The total of the reports of training look-ups.
     pub lookup_report: LookupReport,
-    /// The total of the reports of pushes; `first_nonfinite` is the first such row since the engine started.
+    /// The total of the reports of pushes; `first_nonfinite` is the first row that was skipped for its
+    /// gradient since the engine started.
     pub push_report: PushReport,
     /// The number of training batches that were looked up but whose gradients are not in the tables yet.
     pub staleness: u64,
-    /// The maximum number of such batches at the time when another one was looked up. It is below K.
+    /// The maximum of `staleness` at the times when another batch was looked up. It is below K.
     pub max_staleness: u64,
     /// The counters of each slot of the schema.
     pub slots: Vec<SlotStats>,
@@ -30,10 +31,10 @@ pub struct EngineStats {
     pub staleness_wait: StageTime,
     /// The time spent in `Tables::lookup`.
     pub lookup: StageTime,
-    /// The time spent pooling; on a device, only the time to start it.
+    /// The time spent pooling. On a device, this is only the time to start the pooling.
     pub pool: StageTime,
-    /// The time spent summing gradients before the push: on a device, all gradients; on the CPU, those of tables
-    /// that features share. The tables sum the other gradients during the push.
+    /// The time spent summing gradients before the push. A device sums all gradients. The CPU sums those of
+    /// tables that several features share, and the tables sum the others during the push.
     pub segment_sum: StageTime,
     /// The time spent in `Tables::push`.
     pub push: StageTime,

@@ -3,8 +3,7 @@
 //! | value | id |
 //! |---|---|
 //! | string | `xxh3_64(prefix ‖ bytes, SEED)`, of its UTF-8 bytes |
-//! | integer, boolean, interval, date part | the number modulo 2^64; with a prefix, the id of its decimal
-//! text |
+//! | integer, boolean, interval, date part | the number modulo 2^64; with a prefix, the id of its decimal text |
 //! | null | `xxh3_64(prefix ‖ 0xFF "null", SEED)`, which differs from every string: UTF-8 has no byte 0xFF |
 //! | cross | `xxh3_64(id_1 ‖ … ‖ id_n, CROSS_SEED)`, each id as 8 bytes, little-endian |
 

@@ -15,8 +15,8 @@ use super::memory;
 /// of nodes is bounded.
 const MOST_BYTES: usize = 512 << 20;
 
-/// Check that errors have a position, that Windows line endings change nothing, and that a store accepts an
-/// accepted schema, which is unchanged after it is sent to servers.
+/// Check that errors have a position, and that Windows line endings change nothing. A store must accept an
+/// accepted schema, and the schema must be unchanged after it is sent to servers.
 pub fn check(data: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(data) else { return false };
     let embedding = parsed(text, EmbeddingConfig::parse);

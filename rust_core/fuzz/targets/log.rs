@@ -28,7 +28,7 @@ const END: u8 = 0xE5;
 const NEXT_SEGMENT: usize = u16::MAX as usize;
 
 /// Check that a server starts with any log. If it recovers from the log, it must recover to the same state after a
-/// restart; otherwise it must have no rows.
+/// restart. Otherwise it must have no rows.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     lay(data, dir.path());
@@ -122,7 +122,8 @@ fn lay(data: &[u8], dir: &Path) {
             }
             Some((payload, next)) => {
                 let mut payload = [payload, &[END]].concat();
-                // Correct the magic number, because mutations would not find it, like a checksum.
+                // Correct the stated length of the previous segment, because mutations would not find the
+                // correct length.
                 if segment.len() == MAGIC.len()
                     && payload[0] == FOLLOWS
                     && payload.len() == 10

@@ -38,7 +38,7 @@ pub const ALL: [Target; 6] = [
     Target { name: "wire", check: wire::check, seeds: wire::seeds },
 ];
 
-/// A directory in memory, if the system has one.
+/// A directory in a file system in memory, if there is one.
 fn scratch() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };

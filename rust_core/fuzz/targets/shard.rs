@@ -1,4 +1,4 @@
-//! The file of a virtual shard. The manifest has its correct size and hash.
+//! The file of a virtual shard. The manifest has the correct size and hash of the file.
 
 use std::cell::RefCell;
 use std::fs;

@@ -34,15 +34,15 @@ const FIXED_BYTES: usize = 1 << 20;
 /// head.
 const AHEAD_BYTES: usize = 3 * (4 << 20) + (32 << 10);
 const BYTES_PER_BYTE: usize = 16;
-/// The maximum number of floats of vectors that are pooled here.
+/// The maximum number of floats of vectors that this target pools.
 const MOST_FLOATS: usize = 1 << 16;
 
 thread_local! {
     static RUNTIME: Runtime = Builder::new_current_thread().enable_time().build().expect("a runtime");
 }
 
-/// Check that a server also accepts an accepted request, with the same content, after it is encoded again, and that a
-/// middleware divides it such that the servers' parts, and their rows, add up to the whole.
+/// Check that a server also accepts an accepted request, with the same content, after it is encoded again. A
+/// middleware must divide the request such that the servers' parts, and their rows, add up to the whole.
 pub fn check(data: &[u8]) -> bool {
     let Some((&how, rest)) = data.split_first() else { return false };
     let (servers, seal) = (SERVERS[usize::from(how >> 1) % SERVERS.len()], how & UNSEALED == 0);
@@ -144,7 +144,8 @@ fn check_lookup(messages: &[proto::LookupRequest], servers: usize, bytes: usize)
     true
 }
 
-/// Divide a look-up as a middleware does: the request, its lists, and the messages to each server.
+/// Divide a look-up as a middleware does. Returns the division, its lists of samples, and the messages to
+/// each server.
 async fn divided_lookup(
     stream: &mut Incoming<proto::LookupRequest>,
     servers: usize,
@@ -277,7 +278,8 @@ fn encoded(push: &ReceivedPush, head: &proto::PushHead) -> Vec<proto::PushReques
     all.into_iter().map(|part| proto::PushRequest { part: Some(part) }).collect()
 }
 
-/// Divide a push as a middleware does: the messages to each server, with the gradients of samples summed per id.
+/// Divide a push as a middleware does. Returns the messages to each server, in which the gradients of samples
+/// are summed per id.
 async fn divided_push(
     stream: &mut Incoming<proto::PushRequest>,
     servers: usize,

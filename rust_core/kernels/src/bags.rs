@@ -36,9 +36,9 @@ impl<'a> Bags<'a> {
         }
     }
 
-    /// Check the bags for use with `rows` rows: the lengths must match, indices must be below `rows`, offsets
-    /// must ascend from 0 to the number of indices, weights must be finite, and divisors must be finite and
-    /// above 0.
+    /// Check the bags for use with `rows` rows. The lengths must match, and indices must be below `rows`.
+    /// Offsets must ascend from 0 to the number of indices. Weights must be finite, and divisors must be
+    /// finite and above 0.
     ///
     /// # Errors
     /// [`ShapeError`], with a message that says what is wrong.

@@ -1,8 +1,8 @@
 //! 16-bit floats, for weights that are not stored as f32.
 //!
-//! Widening is exact. Narrowing rounds to nearest, ties to even, or stochastically: up or down with the
-//! probability that makes the expected value exact. There are two exceptions: a magnitude beyond the largest
-//! finite number, including infinity, becomes that number, and stochastic rounding to binary16 makes a
+//! Widening is exact. Narrowing rounds to nearest, ties to even, or stochastically, that is, up or down with
+//! the probability that makes the expected value exact. There are two exceptions. A magnitude beyond the
+//! largest finite number, including infinity, becomes that number. Stochastic rounding to binary16 makes a
 //! magnitude below 2⁻³² zero. A NaN stays NaN. The results are bit-identical for all instruction sets.
 
 use ::half::f16;
@@ -17,9 +17,9 @@ pub trait Half {
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
     /// Convert each f32 to the nearest 16-bit number, ties to even.
     fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
-    /// Convert an f32 to one of the two neighbouring 16-bit numbers. The top bits of `draw` are added to the discarded
-    /// bits, and a carry rounds up. Over all draws, the probability of rounding up is therefore the discarded
-    /// fraction.
+    /// Convert an f32 to one of the two neighboring 16-bit numbers. The top bits of `draw` are added to the
+    /// discarded bits, and a carry rounds up. Over all draws, the probability of rounding up is therefore the
+    /// discarded fraction.
     fn round_stochastic(from: f32, draw: u32) -> u16;
 }
 
@@ -69,7 +69,8 @@ impl Half for F16 {
     }
 }
 
-/// Narrow a NaN. Like the processor's instruction, this makes it quiet and keeps the upper bits of its payload.
+/// Narrow a NaN. Like the processor's instruction, this makes the NaN quiet and keeps the upper bits of its
+/// payload.
 fn f16_nan(magnitude: u32) -> u16 {
     0x7E00 | (magnitude >> F16_CUT & 0x3FF) as u16
 }

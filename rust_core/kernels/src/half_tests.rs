@@ -69,7 +69,7 @@ fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
         if magnitude > largest {
             continue;
         }
-        // Each representable number stays the same. Between two of them, the nearer one is chosen; in the middle,
+        // Each representable number stays the same. Between two of them, the nearer one is chosen. In the middle,
         // the even one.
         assert_eq!(narrowed::<H>(number), bits);
         if magnitude < largest {
@@ -124,7 +124,7 @@ fn check_expectation<H: Half>(number: f32) {
         / f64::from(DRAWS);
     let nearest = H::narrow::<Portable>(&[number; LANES])[0];
     let distance = (exact(nearest) - f64::from(number)).abs().max(exact(1));
-    // The result may be inexact only in the bits below the 16 that are drawn here.
+    // The result may be inexact only in the bits below the 16 that this test draws.
     let error = (mean - f64::from(number)).abs();
     assert!(error <= 2.0 * distance / f64::from(DRAWS), "{number:e}: {mean:e}");
 }

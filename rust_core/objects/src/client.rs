@@ -59,7 +59,7 @@ struct Settings {
 /// The client of a bucket. Clients and their connections are reused as long as their [`Settings`] are the
 /// same.
 pub(crate) fn client(bucket: &str, patience: Patience) -> object_store::Result<Arc<AmazonS3>> {
-    /// The maximum number of clients that are kept; a process normally uses fewer. At the limit, all are dropped.
+    /// The maximum number of clients that are kept. A process normally uses fewer. At the limit, all are dropped.
     const KEPT: usize = 16;
     static CLIENTS: Mutex<Option<HashMap<Settings, Arc<AmazonS3>>>> = Mutex::new(None);
     let mut environment: Vec<_> = env::vars_os()

@@ -68,7 +68,7 @@ fn without_password(url: &str) -> &str {
     url.rsplit_once('@').map_or(url, |(_, address)| address)
 }
 
-/// Parts of the addresses at which credentials are sought last.
+/// Parts of the addresses at which credentials are requested if there are none elsewhere.
 const INSTANCE_METADATA: [&str; 3] = ["169.254.169.254", "/latest/api/token", "/latest/meta-data"];
 
 /// What to check if the connection failed; empty for any other cause.
@@ -91,8 +91,8 @@ fn connection_hint(error: &Error, what: &str) -> String {
     format!("{problem} {place}")
 }
 
-/// The error of the HTTP client among the causes; None if there is none, such as for a response with an error
-/// status, or if no request was sent.
+/// The error of the HTTP client among the causes. None for a response with an error status, and if no request
+/// was sent.
 fn http_error(error: &Error) -> Option<&HttpError> {
     let mut cause = error.source();
     while let Some(each) = cause {

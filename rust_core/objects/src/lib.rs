@@ -1,9 +1,9 @@
 //! Objects below a URL such as `s3://bucket/runs/census`, in an object store that speaks the S3 protocol.
 //!
-//! All functions block until their requests end; the requests run on a runtime of this crate. They must
-//! therefore not be called on a thread of an asynchronous runtime that must not block. Every function that
-//! sends requests also fails if that runtime cannot start its threads. Credentials, region and endpoint come
-//! from the environment variables that Amazon's tools read.
+//! All functions block until their requests end. Requests run on an asynchronous runtime of this crate. The
+//! functions must therefore not be called on a thread of another asynchronous runtime, unless that thread may
+//! block. Every function that sends requests also fails if the crate's runtime cannot start its threads.
+//! Credentials, region and endpoint come from the environment variables that Amazon's tools read.
 //!
 //! * [`Place`]: a URL, and requests about the objects below it
 //! * [`Upload`]: writes an object piece by piece, in bounded memory

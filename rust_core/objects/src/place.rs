@@ -26,10 +26,10 @@ const REQUESTS: usize = 16;
 /// How often requests are retried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Patience {
-    /// For about a minute, for requests of a save.
+    /// Retry for about a minute. This is for the requests of a save.
     Save,
-    /// Twice, because a user waits for the result. A request without a response still takes its whole time
-    /// limit.
+    /// Retry twice, because a user waits for the result. A request without a response still takes its whole
+    /// time limit.
     Probe,
 }
 
@@ -100,7 +100,7 @@ impl Place {
         let url = url.trim_end_matches('/');
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
         let bad = |what: String| {
-            // Without a password.
+            // Messages show the URL without a password.
             let shown = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
             Failure::new(format!("{scheme}://{shown}"), io::ErrorKind::InvalidInput, what)
         };
@@ -223,7 +223,7 @@ impl Place {
         match self.wait(work)? {
             Ok(found) => Ok(Some(found)),
             Err(error) if is_absent(&error) => Ok(None),
-            // The object ends before the first byte.
+            // The object ends before the first requested byte.
             Err(error) if is_beyond_end(&error) => {
                 let size = self.wait(self.size(name))??;
                 Ok(size.map(|size| (Bytes::new(), size)))
@@ -260,8 +260,8 @@ impl Place {
     }
 
     /// Put a whole object if it does not exist yet (`over` is None), or if its version is still `over`. If
-    /// `AWS_CONDITIONAL_PUT` disables conditional puts, or `over` has no ETag, it is replaced in any case. A
-    /// store that ignores the condition also replaces it.
+    /// `AWS_CONDITIONAL_PUT` disables conditional puts, or `over` has no ETag, the object is replaced in any
+    /// case. A store that ignores the condition also replaces the object.
     ///
     /// # Errors
     /// The store refuses the request or does not respond.
@@ -271,7 +271,7 @@ impl Place {
         let mode = match over {
             None => PutMode::Create,
             Some(Version(over)) if over.e_tag.is_some() => PutMode::Update(over),
-            Some(_) => PutMode::Overwrite, // a store without ETags
+            Some(_) => PutMode::Overwrite, // the store has no ETags
         };
         let options = PutOptions { mode, ..Default::default() };
         let work = async {

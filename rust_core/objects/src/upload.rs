@@ -88,7 +88,8 @@ impl Upload {
             Some(parts) => runtime()?.block_on(parts.complete()).map(drop),
             None => Ok(()),
         };
-        // The response may have been lost, after which the store refuses the repeated request.
+        // If the response to the first request was lost, the store may refuse the repeated request although
+        // the object exists.
         if let Err(error) = completed
             && self.size_in_store() != Some(self.bytes)
         {

@@ -3,8 +3,9 @@
 
 /// Let each arena of glibc's allocator keep up to `KEPT_BYTES` of freed memory, and allocate blocks smaller
 /// than `ARENA_BYTES` from arenas. (Only the main arena has space for blocks of more than 64 MiB.) Requests
-/// are a few megabytes in size and similar to each other. Without this, the same pages would be returned to
-/// the operating system and cleared again for each request. Other C libraries are not configured.
+/// are a few megabytes in size and similar to each other. With the default settings, the allocator returns
+/// the same pages to the operating system after each request, and the system clears them again for the next
+/// one. With other C libraries, this function does nothing.
 pub(crate) fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

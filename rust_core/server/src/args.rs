@@ -1,4 +1,4 @@
-//! Flags of the two binaries. Most flags have a variable. A flag overrides its variable; an empty variable counts as
+//! Flags of the two binaries. Most flags have a variable. A flag overrides its variable. An empty variable counts as
 //! unset.
 
 use std::path::{Path, PathBuf};
@@ -116,8 +116,8 @@ pub struct MiddlewareArgs {
 }
 
 impl MiddlewareArgs {
-    /// The addresses of the servers in the order of their index; empty if none are listed, so that they are
-    /// found through NATS.
+    /// The addresses of the servers in the order of their index. The list is empty if the servers are to be found
+    /// through NATS.
     ///
     /// # Errors
     /// `Usage` for a malformed address, for too many, and for an infer job without one.
@@ -185,7 +185,8 @@ pub fn parse<A: CommandFactory + FromArgMatches>() -> Result<A, Exit> {
     A::from_arg_matches(&matches).map_err(one_line)
 }
 
-/// The flags that are not given but whose variables are set: as clap's messages quote them, each with its variable.
+/// The flags that are set only by their variables. Each flag is written as clap's messages quote it, and is followed
+/// by its variable.
 fn by_variable(command: &clap::Command) -> Vec<(String, String)> {
     command
         .get_arguments()

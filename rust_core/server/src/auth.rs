@@ -23,8 +23,8 @@ pub(crate) struct AuthInterceptor {
     log: Arc<Mutex<LogLimiter>>,
 }
 
-/// The time of the last logged refusal, and the number of refused calls since. A log line has this number,
-/// and the reason of the last of these calls.
+/// The time of the last log line about refused calls, and the number of calls refused since. A log line
+/// states this number and the reason for the last refusal.
 #[derive(Default)]
 struct LogLimiter {
     last: Option<Instant>,

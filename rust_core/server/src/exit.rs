@@ -1,6 +1,7 @@
-//! [`Exit`]: why a process ends, and the code it ends with.
+//! [`Exit`]: the reason why a process ends, and its exit code.
 
-/// The reason why a process could not start, or ended. The text includes the next step, if it is known.
+/// The reason why a process could not start, or ended. The text includes the next step for the user, if it is
+/// known.
 #[derive(Debug, thiserror::Error)]
 pub enum Exit {
     /// A flag, variable, configuration file, folder, address or certificate that cannot be used.

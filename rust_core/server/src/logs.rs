@@ -5,8 +5,8 @@ use tracing_subscriber::EnvFilter;
 
 use crate::exit::Exit;
 
-/// The log levels of libraries, unless LOG_LEVEL has filters. Fewer events of libraries are logged, because this
-/// crate itself logs each change of a connection once.
+/// The log levels of libraries, unless LOG_LEVEL has filters. Most events of libraries are not logged, because this
+/// crate logs each change of a connection once.
 const QUIET: &str = "async_nats=error,h2=warn,hyper=warn,object_store=warn,rustls=warn,tonic=warn,tower=warn";
 
 /// The format of log lines.

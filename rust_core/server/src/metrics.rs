@@ -42,8 +42,8 @@ const RECOVERED: &str = "persia_recovered_ratio";
 const START: &str = "persia_start_duration_seconds";
 const INFO: &str = "persia_process_info";
 const RESIDENT: &str = "process_resident_memory_bytes";
-/// The limits of the buckets in seconds, from a fraction of a loopback call to the checkpoint of a large
-/// table.
+/// The upper limits of the buckets, in seconds. They range from a fraction of a loopback call to the checkpoint of a
+/// large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
@@ -51,7 +51,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The maximum number of concurrent connections. Further connections wait in the socket's backlog.
 const MAX_CONNECTIONS: usize = 32;
 
-/// Record metrics from now on. A second recorder in one process (tests run several servers in one) is not used.
+/// Start to record metrics. Only the first recorder of a process is used. Tests run several servers in one process.
 ///
 /// # Errors
 /// None in practice: the buckets are not empty.
@@ -113,13 +113,13 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     Ok(handle)
 }
 
-/// Record which process this is.
+/// Record the service, replica and version of this process.
 pub(crate) fn describe_process(service: &'static str, replica: u32) {
     let version = persia_wire::VERSION;
     gauge!(INFO, "service" => service, "replica" => replica.to_string(), "version" => version).set(1.0);
 }
 
-/// Record how long the start has taken, when the process serves.
+/// Record the duration of the start. Call this when the process begins to serve.
 pub(crate) fn started(since: Instant) {
     gauge!(START).set(since.elapsed().as_secs_f64());
 }
@@ -164,7 +164,7 @@ impl Timer {
         counter!(REQUESTS_FAILED, "method" => self.method, "code" => format!("{code:?}")).increment(1);
     }
 
-    /// Record that a part of the request failed, as its reply says.
+    /// Record that a part of the request failed with `code`. The reply of the request contains this code.
     pub(crate) fn end_partly_failed(mut self, code: Code) {
         self.ended = true;
         self.count_failure(code);
@@ -285,7 +285,7 @@ pub fn set_gauges(starting: &StartingNode) {
 pub struct Page {
     /// Renders the metrics.
     pub metrics: PrometheusHandle,
-    /// Whether the process serves; `/health` then returns 200, otherwise 503.
+    /// Whether the process serves. `/health` returns 200 if it does, and 503 if it does not.
     pub ready: Arc<AtomicBool>,
     /// Called before each rendering, to set gauges, on a thread that may block.
     pub refresh: Arc<dyn Fn() + Send + Sync>,
@@ -300,7 +300,7 @@ pub async fn serve(listener: TcpListener, page: Page) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Usually the process is out of file descriptors; other connections must be closed first.
+                // Usually the process has no free file descriptor, so other connections must be closed first.
                 tracing::warn!(%error, "cannot accept a connection for metrics");
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;

@@ -15,7 +15,7 @@ use crate::exit::Exit;
 use crate::kind::Kind;
 
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// The variable of the authority, as messages name it.
+/// The variable that sets the certificate authority.
 const AUTHORITY: &str = "PERSIA_TLS_CA";
 
 /// Ask the process. Returns the exit code 0 if it serves, and 1 if it does not.
@@ -39,7 +39,8 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     if tls.cert.is_none() {
         tls.ca = None;
     } else if tls.ca.is_none() {
-        // Without an authority, the process's own certificate serves as one. It must then be self-signed.
+        // Without an authority, the process's own certificate is used as the authority, so it must be
+        // self-signed.
         tls.ca.clone_from(&tls.cert);
         authority = "PERSIA_TLS_CERT";
     }

@@ -31,7 +31,7 @@ use crate::{allocator, logs, metrics, probe, watchdog};
 
 /// The default port for metrics.
 const METRICS_PORT: u16 = 9464;
-/// The time for which NATS may refuse the token after the start, because it may not have read the current token yet.
+/// The time after the start for which NATS may refuse the token. NATS may not have read the current token yet.
 const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval at which the values of histograms are aggregated. Without this, memory grows if no metrics
 /// are read.

@@ -51,7 +51,7 @@ impl StartingNode {
 
     /// Record that the node has read its rows.
     pub fn resumed(&self, node: Arc<Node>) {
-        let _ = self.node.set(node); // once
+        let _ = self.node.set(node); // this is called only once
     }
 
     /// The node.
@@ -90,8 +90,8 @@ pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result
 }
 
 /// The status of a request whose task has panicked, or was cancelled because the process stops. `peer` is the name of
-/// this process. The details name it to the caller, because a caller takes an `Internal` without details for a broken
-/// connection.
+/// this process. The details tell the caller that this process failed. A caller treats an `Internal` without details
+/// as a broken connection.
 pub(crate) fn task_failed(peer: &str, error: &JoinError) -> Status {
     let what = if error.is_panic() {
         format!("it failed with a panic, which is a bug: {error}; see its log, and report the bug")

@@ -195,8 +195,8 @@ fn describe(table: &Table) -> String {
     text
 }
 
-/// The settings in which two slots differ: the name of the setting, its value in `one`, and its value in `other`. Each
-/// slot comes with its schema.
+/// The settings in which two slots differ. Each entry is the name of a setting, its value in `one`, and its
+/// value in `other`. Each slot comes with its schema.
 pub fn slot_differences(
     one: (&Schema, &Slot),
     other: (&Schema, &Slot),
@@ -346,7 +346,7 @@ mod tests {
              mean in the run; sample_fixed_size none in the configuration, but 7 in the run; hash_stack_config none in \
              the configuration, but with hash_stack_rounds 2 and embedding_size 9 in the run"
         );
-        // A schema from elsewhere may name a table that it does not have.
+        // A schema that does not come from a configuration file may refer to a table that does not exist.
         let lost = said(Slot { table: 9, ..slot("age") });
         assert_eq!(lost, "slot age has table user in the configuration, but none in the run");
     }

@@ -21,7 +21,7 @@ const DIR: &str = "PERSIA_TEST_CRASH_DIR";
 const FIRST: &str = "PERSIA_TEST_CRASH_FIRST";
 const COMMITTED: &str = "committed ";
 
-/// Not a test: the child process.
+/// This is not a test, but the child process that the tests start.
 #[test]
 #[ignore = "the child process of the tests here"]
 fn child() {
@@ -68,7 +68,7 @@ fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
 #[test]
 fn ended_at_each_point_of_the_commit_order() {
     // Each entry: the crash point, how often it is passed before the process ends there, and the step that must be
-    // found. Step 10 has been saved; step 11 is being saved.
+    // found. Step 10 has been saved, and step 11 is being saved.
     let points: [(&str, &[usize], u64); 7] = [
         ("ckpt.mid_shard", &[0, 2, 5], 10),
         ("ckpt.mid_dense", &[0], 10),

@@ -182,13 +182,14 @@ fn files_are_durable_before_the_manifest_and_the_manifest_before_old_files_are_r
     save(dir.path(), 2).unwrap();
     let seen = seen.lock().unwrap();
     let parts: Vec<&[&str]> = seen.split(|point| *point != "synced").collect();
-    // The syncs of the marker, the staging directory, three shards, the dense file and the manifest, followed
-    // by both directories.
+    // These are the syncs of the marker, the staging directory, three shards, the dense file and the
+    // manifest, followed by those of both directories.
     assert_eq!(parts[0].len(), 9, "{seen:?}");
-    // The syncs of the directory with the manifest: when the manifest is published, and before files are
+    // The directory with the manifest is synced when the manifest is published, and again before files are
     // moved.
     assert_eq!((parts[1].len(), parts[2].len()), (1, 1), "{seen:?}");
-    // The syncs of the directory after the moves, the swept staging directory, and the directory without it.
+    // These are the syncs of the directory after the moves, of the staging directory after the removal of its
+    // files, and of the directory without the staging directory.
     assert_eq!(parts.last().unwrap().len(), 3, "{seen:?}");
 }
 

@@ -62,7 +62,7 @@ fn latest_is_the_newest_and_never_falls_back_to_an_older_one() {
     assert_eq!(latest(parent.path()).unwrap().0, parent.path().join("step-1"));
 }
 
-/// This happens if the process is killed between writing the manifest and `LATEST`, or if `LATEST` is lost.
+/// `LATEST` names an older checkpoint if the process is killed between writing the manifest and `LATEST`.
 #[test]
 fn a_damaged_manifest_that_may_be_the_newest_is_not_passed_over() {
     let parent = tempfile::tempdir().unwrap();

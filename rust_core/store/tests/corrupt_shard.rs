@@ -56,7 +56,7 @@ fn replaced(content: &[u8], from: &str, to: &str) -> Vec<u8> {
     content
 }
 
-/// Not a test in itself: another test runs it under a memory limit.
+/// This is not a test in itself: another test runs it under a memory limit.
 #[test]
 #[ignore = "run by hostile_files_under_a_memory_limit"]
 fn hostile_files() {

@@ -1,4 +1,4 @@
-//! One test for each defect of PersiaML's store. Each test is named after the correct behaviour.
+//! One test for each defect of PersiaML's store. Each test is named after the correct behavior.
 
 mod sample;
 
@@ -38,7 +38,7 @@ fn eviction_never_overwrites_or_returns_another_row() {
 #[test]
 fn a_missing_id_never_shifts_a_neighbour() {
     let ids: Vec<Id> = (0..1_000).collect();
-    // With the token of the look-up, row indices are cached; with another token, they are searched.
+    // With the token of the look-up, row indices are cached. With another token, they are searched.
     for seq in [1, 2] {
         let store = store_of(&Run { admit_probability: 0.5, ..tagged(&[3]) }, 1 << 20);
         let (found, rows) = train(&store, 1, 0, &ids);

@@ -1,5 +1,5 @@
-//! The ledger test: with SGD, a learning rate of 1, gradients of 1 and rows that start at 0, the value of every row is
-//! minus the number of its gradients.
+//! The ledger test. With SGD, a learning rate of 1, gradients of 1 and rows that start at 0, the value of
+//! every row is minus the number of its gradients.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -17,7 +17,7 @@ const DIM: usize = 5;
 const THREADS: u32 = 4;
 const STEPS: u64 = 60;
 
-/// The ids of one step of one rank: some are shared by all ranks, some have occurred before, and some are
+/// The ids of one step of one rank. Some are shared by all ranks, some have occurred before, and some are
 /// new.
 fn ids(rank: u32, seq: u64) -> ShardedIds {
     let mut ids: Vec<Id> = (0..40).collect();

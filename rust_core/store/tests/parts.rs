@@ -1,4 +1,4 @@
-//! Tests that several stores with some of the shards each behave like one store with all shards.
+//! Tests that several stores, each with some of the shards, behave like one store with all shards.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -51,8 +51,8 @@ fn tree(path: &Path, into: &mut Nodes) {
     }
 }
 
-/// The path that was just synced, which is still open: a directory that is open twice, because the lock of a save keeps
-/// it open too, or else the deepest open path.
+/// The path that was just synced. It is still open. The lock of a save keeps its directory open, so a
+/// directory that is open twice is the path that was synced. Otherwise it is the deepest open path.
 fn synced(root: &Path) -> PathBuf {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
     let mut open: Vec<PathBuf> = links.filter(|path| path.starts_with(root)).collect();

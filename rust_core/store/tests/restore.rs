@@ -1,4 +1,4 @@
-//! Tests of snapshots and restoring: all rows are restored; rows that do not fit the run are refused and
+//! Tests of snapshots and restoring. All rows are restored. Rows that do not fit the run are refused and
 //! change nothing.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
@@ -63,7 +63,7 @@ fn a_restore_replaces_all_rows() {
     other.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&other), export(&store));
     assert_eq!(other.stats().unwrap().rows, store.stats().unwrap().rows);
-    // The stores must also stay equal from here on.
+    // The stores must also remain equal after further training.
     for store in [&store, &other] {
         train(store, 7, 0, &(0..2_000).collect::<Vec<_>>());
         push(store, 7, 0, &(0..2_000).collect::<Vec<_>>(), -1.0);

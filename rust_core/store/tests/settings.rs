@@ -116,8 +116,7 @@ fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
     }
 }
 
-/// The nearest value of the type, computed in f64: the distance between neighbouring values is a power of
-/// two.
+/// The nearest value of the type, computed in f64. The distance between neighboring values is a power of two.
 fn rounded(dtype: Dtype, number: f32) -> f32 {
     let (bits, least) = if dtype == Dtype::F16 { (10, -14) } else { (7, -126) };
     let exponent = (f64::from(number).abs().log2().floor() as i32).max(least);
@@ -157,7 +156,7 @@ fn stochastic_rounding_does_not_depend_on_the_order_of_requests() {
     let run = with(&[own], &[9]);
     let ids: Vec<Id> = (0..3_000).collect();
     let whole = store_of(&run, 1 << 20);
-    // The same ids in several requests, in reverse order.
+    // This store gets the same ids in several requests, in reverse order.
     let parts = store_of(&run, 1 << 20);
     for step in 1..=3u64 {
         train(&whole, step, 0, &ids);
@@ -228,7 +227,7 @@ fn counts_and_ages_survive_a_restore() {
     let loaded = store_of(&run, 1 << 20);
     loaded.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&loaded), export(&store));
-    // Ids 100 to 199 were pushed at steps 2 and 3; the third push inserts their rows.
+    // Ids 100 to 199 were pushed at steps 2 and 3. The third push inserts their rows.
     let ids: Vec<Id> = (0..200).collect();
     for store in [&store, &loaded] {
         assert_eq!(train(store, 4, 0, &ids).0, LookupReport { hits: 100, initial: 100, missing: 0 });
@@ -251,7 +250,7 @@ fn an_expired_row_reads_as_missing_and_its_next_push_inserts_another() {
     let at =
         |step| try_lookup(&store, token(0, 99), step, Mode::Eval, &[(0, grouped(&[7]))]).unwrap().1[0][0];
     assert_eq!((at(1), at(6), at(7)), (first[0] - 0.25, first[0] - 0.25, 0.0));
-    // A push before its expiry renews a row; a look-up does not.
+    // A push renews a row that has not expired. A look-up does not.
     assert_eq!(train(&store, 4, 0, &[7]).0.hits, 1);
     assert_eq!(at(7), 0.0);
     push(&store, 6, 0, &[7], 0.0);

@@ -17,12 +17,12 @@ use persia_types::{
 use sample::{grouped, run, schema, token};
 
 const DIMS: [usize; 3] = [4, 19, 8];
-/// Enough for several parts of a request.
+/// The number of samples of a request, which is enough for several parts.
 const SAMPLES: usize = 24_000;
 const STEPS: u64 = 6;
 
-/// Tables that use all that depends on a row's shard: 16-bit rows with drawn rounding, admission by draws and counts,
-/// expiry, and fewer rows than ids.
+/// Tables with everything that depends on a row's shard: 16-bit rows with stochastic rounding, admission by
+/// probability and by count, expiry, and fewer rows than ids.
 fn configured() -> Run {
     let mut schema: Schema = schema(&DIMS);
     schema.tables[1].settings = TableSettings {
@@ -49,7 +49,7 @@ fn store_of(threads: usize, capacity: u64) -> Store {
     store
 }
 
-/// The ids of a step, of which every eighth occurs twice, and the samples that use each.
+/// The ids of a step, of which every eighth occurs twice, and the samples that use each id.
 fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     let of_samples: Vec<Id> =
         (0..SAMPLES as u64).map(|sample| (sample - sample % 8 / 7) * 31 + step % 3 * 9_000).collect();
@@ -69,7 +69,7 @@ fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     (ids, starts, samples)
 }
 
-/// A gradient, which is sometimes too large to be applied.
+/// A gradient. A few are NaN and therefore not applied.
 fn gradient(place: usize, step: u64) -> f32 {
     match (place as u64 * 7_919 + step * 104_729) % 100_003 {
         0 => f32::NAN,
@@ -77,7 +77,8 @@ fn gradient(place: usize, step: u64) -> f32 {
     }
 }
 
-/// Everything that some steps of training show: the bits of all rows read, the reports, and the content of the store.
+/// The results of some steps of training: the bits of all rows read, the reports, and the content of the
+/// store.
 type Shown = (Vec<Vec<u32>>, Vec<LookupReport>, Vec<PushReport>, Vec<ShardRows>);
 
 fn trained(threads: usize, capacity: u64, by_sample: bool) -> Shown {

@@ -1,4 +1,4 @@
-//! Tests of the statistics of each table: inserted and removed rows, ids that wait for a row, look-ups.
+//! Tests of the statistics of each table: inserted and removed rows, ids with an admission count, look-ups.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -30,7 +30,7 @@ fn look_ups_and_rows_are_counted_by_table() {
     let all = store.stats().unwrap();
     assert_eq!(all.payload_bytes, first.payload_bytes + second.payload_bytes);
     assert_eq!(all.lookups.hits, 100);
-    // The counters start at 0 with the run; the gauges follow the rows.
+    // The counters start at 0 with the run. The numbers of rows and ids are those that the tables hold.
     store.begin(&Run { generation: 2, ..run(&[4, 7]) }).unwrap();
     let [_, second] = tables(&store).try_into().unwrap();
     assert_eq!((second.rows, second.inserted, second.lookups.hits), (100, 0, 0));
@@ -67,7 +67,7 @@ fn ids_that_were_seen_once_are_counted() {
     let other = store_of(&Run { admit_min_count: 3, ..run(&[4]) }, 1 << 20);
     other.restore(dir.path(), &files).unwrap();
     assert_eq!(waiting(&other), (30, 70, 60), "restored");
-    // An id that waited gets its row after the rule was relaxed.
+    // An id with an admission count gets its row at its first push after the rule was relaxed.
     other.begin(&Run { generation: 2, ..run(&[4]) }).unwrap();
     sample::try_push(
         &other,

@@ -7,8 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::Token;
 
-/// The errors of a request. Each states the problem and, as far as there are any, its location and the
-/// invalid value.
+/// The errors of a request. Each error states the problem and, if they exist, its location and the invalid value.
 ///
 /// A server sends the error in serialized form, so its caller gets the same variant with the same fields.
 /// Long texts are truncated.
@@ -30,7 +29,7 @@ pub enum TablesError {
     /// The run cannot begin.
     #[error("cannot begin the run: {what}")]
     BadRun {
-        /// The problem; with both values, if two values differ.
+        /// The problem. If two values differ, it includes both values.
         what: String,
     },
     /// Lengths or values are inconsistent, unknown or out of range.

@@ -4,7 +4,7 @@
 use crate::limits::MAX_IDS_PER_REQUEST;
 use crate::tables::TablesError;
 
-/// A feature id. All 64 bits are significant; no value is reserved.
+/// A feature id. All 64 bits are significant, and no value is reserved.
 pub type Id = u64;
 
 /// The number of virtual shards of a run. A shard is the unit of locking, of the index, of the row budget and
@@ -41,11 +41,11 @@ pub fn server_shards(index: usize, servers: usize) -> std::ops::Range<usize> {
     VIRTUAL_SHARDS * index / servers..VIRTUAL_SHARDS * (index + 1) / servers
 }
 
-/// Ids in ascending order of their virtual shard, with the offset of each shard. The ids of a request must be
-/// unique, which this type does not check.
+/// Ids in ascending order of their virtual shard, with the offset of each shard. The ids of a request must be unique.
+/// This type does not check that.
 ///
-/// Within a shard, the caller's order is kept; the engine orders ids by their first occurrence in the batch. Row `i` of
-/// a look-up and gradient `i` of a push belong to `ids()[i]`.
+/// Within a shard, the caller's order is kept. The engine orders ids by their first occurrence in the batch. Row `i`
+/// of a look-up and gradient `i` of a push belong to `ids()[i]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardedIds {
     ids: Vec<Id>,

@@ -17,8 +17,8 @@ pub const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// The maximum size of the rows or gradients of one request or reply, as f32, in bytes. It is also the
 /// maximum size of its samples with their lists.
 pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
-/// The maximum memory for requests in flight over all connections, in bytes: on a server for all their data, on a
-/// middleware for their samples.
+/// The maximum memory for requests in flight over all connections, in bytes. On a server, it limits all data of the
+/// requests. On a middleware, it limits their samples.
 pub const MAX_IN_FLIGHT_BYTES: u64 = 4 << 30;
 /// The maximum number of connections that one server or middleware serves at a time.
 pub const MAX_CONNECTIONS: usize = 256;

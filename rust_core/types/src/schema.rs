@@ -1,7 +1,7 @@
 //! Slots, tables, optimizers and initializers, as the engine and the store use them.
 //!
-//! A *slot* is a feature of the model; a *table* is a set of rows of one dimension. The slots of a feature group
-//! share a table; a slot outside all groups has a table of its own name.
+//! A *slot* is a feature of the model. A *table* is a set of rows of one dimension. The slots of a feature group
+//! share a table. A slot outside all groups has a table with the slot's name.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,7 @@ pub enum Pooling {
 /// A hash stack, which represents many ids by few rows: the row of an id is the sum of one bucket's row per round.
 ///
 /// With `h(0) = id` and `h(k) = hash_id(h(k - 1))`, the bucket of round k, counted from 1, is `(k - 1) * buckets +
-/// h(k) mod buckets`. There are therefore at most `rounds * buckets` rows, and no two rounds share one. Ids that
+/// h(k) mod buckets`. There are therefore at most `rounds * buckets` rows, and no two rounds share a row. Ids that
 /// share a bucket in one round rarely share a bucket in the others (Svenstrup et al. 2017, "Hash Embeddings for
 /// Efficient Word Representations").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -16,9 +16,9 @@ pub struct Stats {
     pub payload_bytes: u64,
     /// The memory allocated for rows, ids, recency and indexes, in bytes.
     pub memory_bytes: u64,
-    /// The total of all training look-ups; in an infer job, the total of all look-ups.
+    /// The total of all training look-ups. In an infer job, it is the total of all look-ups.
     pub lookups: LookupReport,
-    /// The total of all pushes; `first_nonfinite` is the first such row since the run began.
+    /// The total of all pushes. `first_nonfinite` is the first nonfinite row since the run began.
     pub pushes: PushReport,
     /// The highest sequence number applied for each rank, for a checkpoint's token table.
     pub tokens: BTreeMap<u32, u64>,

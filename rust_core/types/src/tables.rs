@@ -1,7 +1,7 @@
 //! [`Tables`]: the interface between the engine and the rows.
 //!
-//! The in-process store and the network client implement [`Tables`]. Embedded and distributed mode differ
-//! only in the implementation; the crate `persia-contract` tests both.
+//! The in-process store and the network client implement [`Tables`]. Embedded and distributed mode differ only in the
+//! implementation. The crate `persia-contract` tests both implementations.
 
 use std::path::Path;
 
@@ -17,8 +17,8 @@ use crate::token::Token;
 /// The mode of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
-    /// Training. A missing row that a push of the same step would insert reads as the row to be inserted; other missing
-    /// rows read as zeros.
+    /// Training. A missing row that a push of the same step would insert reads as the row to be inserted. Other
+    /// missing rows read as zeros.
     Train,
     /// Evaluation. Missing rows read as zeros.
     Eval,
@@ -135,7 +135,8 @@ pub struct LookupRequest<'a> {
     pub tables: &'a [TableIds<'a>],
 }
 
-/// Implements methods that list and add the counters of a report. A field that is no counter follows the semicolon.
+/// Implements methods that list and add the counters of a report. A field that is not a counter follows the
+/// semicolon.
 macro_rules! counters {
     ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
         impl $report {
@@ -186,7 +187,7 @@ pub struct TableGradients<'a> {
 /// Gradients that are to be applied exactly once.
 #[derive(Debug, Clone, Copy)]
 pub struct PushRequest<'a> {
-    /// The token; the push is applied once, even if it is retried.
+    /// The token. A push is applied once, even if it is retried.
     pub token: Token,
     /// The global step, from 1. It is t in the formula of Adam.
     pub step: u64,
@@ -326,15 +327,15 @@ pub trait Tables: Send + Sync {
     /// push must not be retried.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Hold the current rows for [`write_snapshot`](Self::write_snapshot). The numbers of a generation ascend; a
-    /// repeated number changes nothing. Training continues: each row is copied before its first change, so the memory
-    /// for rows may double. The next snapshot replaces this one. An operation that drops or replaces all rows
-    /// releases it.
+    /// Hold the current rows for [`write_snapshot`](Self::write_snapshot). The numbers of the snapshots of a
+    /// generation ascend. A repeated number changes nothing. Training continues. Each row is copied before its first
+    /// change, so the memory for rows may double. The next snapshot replaces this one. An operation that drops or
+    /// replaces all rows releases the held rows.
     ///
     /// # Errors
-    /// `BadShape` for a number below that of the last prepared snapshot, or equal to it if its rows are no
-    /// longer held; `Io` from a server that is still writing another snapshot. The in-process store waits for
-    /// it.
+    /// `BadShape` for a number below that of the last prepared snapshot, or equal to it if its rows are no longer
+    /// held; `Io` from a server that is still writing another snapshot. The in-process store waits for that snapshot
+    /// instead.
     fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
     /// Release the rows that are held for this snapshot.

@@ -50,7 +50,7 @@ struct Window {
 
 /// The tokens of one generation that have been applied. A token older than the window counts as applied.
 ///
-/// Memory is bounded, because ranks that the run does not have are refused.
+/// Memory is bounded, because tokens of ranks that the run does not have are refused.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,

@@ -1,7 +1,7 @@
 //! The times of traced steps. The engine reports them to the recorder of its process, if one is installed.
 //!
-//! Without a recorder, a report costs a load and a comparison. With one, at a step that is not sampled, it
-//! also costs a call of [`Recorder::samples`].
+//! Without a recorder, a report costs a load and a comparison. With a recorder, a report about a step that is
+//! not sampled also costs a call of [`Recorder::samples`].
 
 use std::sync::OnceLock;
 use std::time::Instant;

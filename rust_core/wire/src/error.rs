@@ -13,7 +13,7 @@ use crate::proto::Failure;
 const MAX_TEXT: usize = 2048;
 
 /// The text with which a middleware reports a server without a run, because [`TablesError::NotBegun`] names no
-/// server. A client whose run has not begun interprets it as `NotBegun`.
+/// server. A client whose run has not begun interprets an error with this text as `NotBegun`.
 pub const FORGOTTEN: &str = "it was restarted and has lost the run";
 
 /// Truncate the text to the size that fits into a header.
@@ -50,8 +50,8 @@ pub fn to_failure(error: &TablesError) -> Failure {
     Failure { kind, message: short(&error.to_string()), fields: fields.to_string() }
 }
 
-/// The error from which [`to_failure`] created the message, in which long texts are truncated. An error that
-/// this version cannot decode, such as one of an unknown kind, becomes `Incompatible`.
+/// The error from which [`to_failure`] created the message. Long texts are truncated. An error that this version
+/// cannot decode, such as one of an unknown kind, becomes `Incompatible`.
 pub fn from_failure(peer: &str, failure: &Failure) -> TablesError {
     serde_json::from_str(&failure.fields).unwrap_or_else(|_| TablesError::Incompatible {
         peer: peer.to_owned(),
@@ -96,8 +96,8 @@ pub fn describe(status: &Status) -> String {
     if text.is_empty() { status.code().description().to_owned() } else { text }
 }
 
-/// The messages of the error and of its causes, without a period at the end. The errors of the transport say nothing
-/// without their causes.
+/// The messages of the error and of its causes, without a period at the end. An error of the transport states the
+/// reason only in its causes.
 pub fn with_causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     add_causes(&mut text, error.source());
@@ -134,7 +134,8 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
             TablesError::Incompatible { peer, what: format!("it does not have the called method: {what}") }
         }
         Code::InvalidArgument => TablesError::BadShape { what },
-        // Only statistics of tens of thousands of tables (of all servers), or a peer of another build, exceed the limit.
+        // A message exceeds the limit only if it has the statistics of tens of thousands of tables over all servers,
+        // or if the peer is of another build.
         Code::OutOfRange => {
             TablesError::Incompatible { peer, what: format!("a message exceeds a limit: {what}") }
         }

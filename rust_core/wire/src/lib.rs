@@ -1,6 +1,6 @@
 //! The protocol between trainers, middlewares and embedding servers.
 //!
-//! The modules for a look-up or push on the wire; each uses only those above it:
+//! These modules send and receive a look-up or push. Each module uses only those above it:
 //!
 //! * [`chunk`]: complete items of one part, with a checksum
 //! * [`floats`]: the format of rows

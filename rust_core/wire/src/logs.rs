@@ -161,8 +161,8 @@ impl Visit for Fields {
 /// library of servers and middlewares and for their binaries.
 ///
 /// # Errors
-/// [`UnknownLevel`] for a part that is not a level, or whose level is unknown. `tracing-subscriber` would take a
-/// single word for a target, and log nothing else.
+/// [`UnknownLevel`] for a part that is not a level, or whose level is unknown. `tracing-subscriber` would interpret a
+/// single word as a target, and log only this target.
 pub fn directives(text: &str) -> Result<Vec<String>, UnknownLevel> {
     let parts = text.split(',').map(str::trim).filter(|part| !part.is_empty());
     let directives: Result<Vec<_>, _> = parts.map(directive).collect();

@@ -13,7 +13,7 @@ use persia_wire::discovery::{
 };
 
 const SECOND: Duration = Duration::from_secs(1);
-/// The time that a starved machine may need.
+/// A time limit that is long enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Nats {

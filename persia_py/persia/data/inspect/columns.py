@@ -14,7 +14,7 @@ from persia.data.inspect.sketches import Distinct, Numbers, hashes_of, is_list, 
 from persia.data.records.readable import is_readable
 
 RowPlace = Callable[[int], str]
-"""Returns the location of a row in the form of messages; rows are counted from 0."""
+"""Returns the location of a row as messages show it; rows are counted from 0."""
 
 Kind = Literal["text", "integer", "number", "boolean", "time", "list", "other"]
 
@@ -26,7 +26,7 @@ PATTERNS = {
     "timestamp": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?$",
 }
 """The pattern that all texts of a column must match before a type is declared. ``007`` is not a number."""
-_TIMES = ("date", "timestamp")  # a text may match without being a date, such as 2024-02-31
+_TIMES = ("date", "timestamp")  # a text may match and still be no date, such as 2024-02-31
 DECLARED: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "float64": pa.float64(),
@@ -334,8 +334,8 @@ def snake(name: str) -> str:
 def _separator(sample: pa.Array) -> str | None:
     """Return the separator of values in strings, if there are fewer distinct values than distinct strings.
 
-    At least one in ten strings has the separator, the parts have few words on average (at most 1.2, with a ``|`` or
-    ``;`` at most 3), and there are at most half as many distinct parts as distinct strings.
+    At least one in ten strings has the separator. The parts have few words on average: at most 1.2, or 3 with a ``|``
+    or ``;``. There are at most half as many distinct parts as distinct strings.
     """
     texts = sample.drop_null().unique()
     texts = texts.take(pa.array(np.arange(0, len(texts), max(len(texts) // 20_000, 1))))

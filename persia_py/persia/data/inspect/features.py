@@ -313,9 +313,10 @@ def _dense(column: Column, names: _Names) -> Feature:
 def _boundaries(column: Column) -> list[float] | None:
     """Return explicit boundaries if many quantiles of all rows would be equal, otherwise None.
 
-    If there are at most :data:`INTERVALS` distinct values, each gets its own interval. If one value has more than a
-    quarter of the rows, it gets its own interval, and the others are divided by their own quantiles. The sample covers
-    all rows, including valid and test: boundaries depend on the numbers only, not on labels.
+    If there are at most :data:`INTERVALS` distinct values, each value gets a separate interval. If one value has more
+    than a quarter of the rows, this value gets a separate interval, and the other values are divided by their
+    quantiles. The sample covers all rows, including valid and test: boundaries depend on the numbers only, not on
+    labels.
     """
     values = numbers_of(column.values)
     values = values[~np.isnan(values)]

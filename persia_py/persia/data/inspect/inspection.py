@@ -56,7 +56,7 @@ def inspect(
         label: The column of the label, ``COL=VALUE`` or ``COL>NUMBER``; None chooses one.
         test: Files of test data, if they are separate.
         preset: ``criteo`` for files in that format.
-        rows: At most this many rows are read.
+        rows: The maximum number of rows that are read.
         folder: The folder of ``persia.yml``. Paths in it are relative to this folder. None means the working directory.
 
     Raises:

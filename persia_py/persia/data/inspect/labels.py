@@ -112,7 +112,7 @@ def _guessed(column: Column, reason: str, others: list[Column]) -> Label:
 
 
 def _with_other(column: Column, label: Label, positive: str, negative: str) -> Label:
-    """Add the doubt that the other one of two values may be meant."""
+    """Add the doubt that the other of two values may be meant."""
     other = f"--label {shlex.quote(f'{column.name}={negative}')}"
     label.doubts += (f"{positive} counts as 1, which was guessed; to count {negative} as 1: {other}",)
     return label
@@ -200,7 +200,7 @@ def _equal(column: Column, value: str, reason: str) -> Label:
 
 
 def _number(text: str) -> float | None:
-    """Return a finite number; None if the text is another."""
+    """Return the finite number in a text; None if the text is not one."""
     try:
         number = float(text)
     except ValueError:

@@ -60,7 +60,7 @@ def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
 
     Args:
         files: The files.
-        limit: At most this many rows are read.
+        limit: The maximum number of rows that are read.
         typed: Whether the columns of text files already have types; otherwise types are proposed.
 
     Raises:

@@ -10,11 +10,12 @@ from persia.data.inspect.roles import Roles, moments
 from persia.data.inspect.scan import Table
 
 ROWS_TO_TRAIN = 800_000
-"""The number of rows for training in total, in 3 to :data:`MOST_EPOCHS` epochs; one epoch beyond :data:`LARGE_ROWS`."""
+"""The total number of rows, over all epochs, on which a model trains. The number of epochs is between 3 and
+:data:`MOST_EPOCHS`; it is 1 if the table has at least :data:`LARGE_ROWS` rows."""
 MOST_EPOCHS = 8
 LARGE_ROWS = 10_000_000
 BATCH_BELOW = {2_000_000: 512}
-"""The batch size for tables with fewer rows; :data:`LARGE_BATCH` for larger tables."""
+"""The batch size for tables with fewer rows than each key. For larger tables it is :data:`LARGE_BATCH`."""
 LARGE_BATCH = 1024
 WIDE, RANK = 1024, 64
 """The number of inputs above which the cross network has low-rank matrices, and their rank."""

@@ -8,13 +8,13 @@ import pyarrow.compute as pc
 from persia.data.inspect.columns import Column, numbers_of
 
 LEAK = 0.95
-"""The AUC above which a column by itself is probably known only after the label."""
+"""The AUC of a single column above which its values are probably known only after the label."""
 _BINS = 256
 _PRIOR = 10.0
 
 
 def auc(scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_]) -> float:
-    """Return the area under the ROC curve; equal scores count a half, and 0.5 if one class is missing."""
+    """Return the area under the ROC curve, or 0.5 if one class is missing. A pair of equal scores counts one half."""
     positives = int(labels.sum())
     if positives in (0, len(labels)):
         return 0.5

@@ -18,7 +18,7 @@ KEPT_HASHES = 1 << 16
 class Distinct:
     """Estimates the number of distinct values in a column.
 
-    It keeps the ``k`` smallest hashes. With fewer distinct hashes, the count is exact. Otherwise it is the
+    The class keeps the ``k`` smallest hashes. With fewer distinct hashes, the count is exact. Otherwise it is the
     k-minimum-values estimate of Bar-Yossef et al. 2002: ``(k - 1) / u``, where ``u`` in (0, 1] is the k-th smallest
     hash divided by 2^64. Its standard error is about ``1 / sqrt(k)``, 0.4 % for :data:`KEPT_HASHES`.
     """

@@ -50,7 +50,7 @@ class Unit:
         path: The file.
         first_row: The row number of its first row in the file, from 0.
         rows: The number of rows; None if it is unknown before reading.
-        place_of: Returns the location of a row in the form of messages: :meth:`Files.place`.
+        place_of: Returns the location of a row as messages show it, like :meth:`Files.place`.
     """
 
     fragment: pyarrow.dataset.Fragment
@@ -60,7 +60,7 @@ class Unit:
     place_of: Callable[[str, int], str]
 
     def place(self, row: int) -> str:
-        """Return the location of a row in the form of messages; ``row`` is the row number in the file, from 0."""
+        """Return the location of a row as messages show it; ``row`` is the row number in the file, from 0."""
         return self.place_of(self.path, row)
 
     @property
@@ -127,7 +127,7 @@ class Files:
                 first += rows
 
     def _check_columns(self, fragment: Any, path: str) -> None:
-        """Check that no file lacks a column that another one has; Arrow would read null in its place."""
+        """Check that no file lacks a column of another file, for which Arrow would read null."""
         partitions = pyarrow.dataset.get_partition_keys(fragment.partition_expression)
         names = fragment.physical_schema.names if self._text is None else self._text.columns(path)
         have = {*names, *partitions}
@@ -135,7 +135,7 @@ class Files:
             raise _no_columns(path, lacking, sorted(have), self._used_by)
 
     def place(self, path: str, row: int) -> str:
-        """Return the location of a row in the form of messages: ``row 8``, for a text file ``row 8 (line 9)``.
+        """Return the location of a row as messages show it: ``row 8``, for a text file ``row 8 (line 9)``.
 
         Args:
             path: The file.
@@ -305,7 +305,7 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
     """Return the file system, and the files in it."""
     endings = tuple(ending for each, found in FORMATS.items() if file_format in (None, each) for ending in found)
     filesystem: pa.fs.FileSystem = pa.fs.LocalFileSystem()
-    files: dict[str, str] = {}  # the files, with the argument that gave each
+    files: dict[str, str] = {}  # for each file, the argument that named it
     for path in given:
         if "://" in path:
             with naming(path):
@@ -316,7 +316,7 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
             if not matches:
                 relative = "" if Path(path).expanduser().is_absolute() else f"; paths are relative to {Path.cwd()}"
                 raise NoFileError(f"{path}: no such file{relative}")
-            # abspath: `a.csv` and `x/../a.csv` are one file.
+            # abspath is needed because `a.csv` and `x/../a.csv` are the same file.
             below = (_below(filesystem, os.path.abspath(match), endings) for match in matches)  # noqa: PTH100
             found = {file for each in below for file in each}  # `**` matches both a folder and its content
         for file in sorted(found):

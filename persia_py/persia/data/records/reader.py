@@ -19,9 +19,9 @@ WINDOW_ROWS = 1 << 18
 class RecordReader:
     """Reads one part of files as record batches of equal size, epoch after epoch.
 
-    With ``shuffle``, each epoch has the units of the files (row groups of Parquet, whole files of other formats) in a
-    different order, and rows are shuffled within windows of ``window_rows``. Memory is bounded by one window and
-    Arrow's read-ahead. The order depends on the arguments and files only.
+    With ``shuffle``, the units of the files have a different order in each epoch, and rows are shuffled within windows
+    of ``window_rows``. A unit is a row group of a Parquet file, or a whole file of another format. Memory is bounded by
+    one window and Arrow's read-ahead. The order depends on the arguments and files only.
 
     With several readers of the same files, ``shard=(index, count)`` reads one of ``count`` parts: every ``count``-th
     unit, or every ``count``-th row of each unit if there are fewer units than that.
@@ -157,7 +157,7 @@ class RecordReader:
         order = self._order(epoch)
         for index in range(start["unit"], len(order)):
             skip = start["skip"] if index == start["unit"] else 0
-            done = skip  # the number of rows of the unit that are in this window or an earlier one
+            done = skip  # the number of rows of the unit in this and earlier windows
             for batch in self._rows(order[index], skip):
                 while batch.num_rows >= missing:
                     kept.append(batch.slice(0, missing))

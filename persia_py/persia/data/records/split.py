@@ -58,7 +58,7 @@ class HashSplit:
         fractions: The shares of train, valid and test; their sum is 1.
         group: A column whose equal values stay in one part, such as the user; None hashes file name and row number, as
             for rows in which the column is null.
-        seed: The seed of the hash; another seed gives another division.
+        seed: The seed of the hash; a different seed gives a different division.
     """
 
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -103,8 +103,8 @@ class TimeSplit:
 
     Attributes:
         column: A column of timestamps, dates or numbers.
-        valid: The start of the validation set; None means no such set. For a timestamp or a date, a datetime or an ISO
-            8601 text, for a number a number.
+        valid: The start of the validation set; None means no such set. It is a datetime or an ISO 8601 text if the
+            column has timestamps or dates, and a number if the column has numbers.
         test: The start of the test set, in the same form.
     """
 

@@ -21,7 +21,7 @@ _CONVERSION = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion erro
 _LENGTH = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.S)
 """Arrow's message for a record with the wrong number of columns; it counts in the same way."""
 _GONE = re.compile(r"Column '(.*)' in include_columns does not exist in CSV file")
-"""Arrow's message for a column that is no longer in the first line: columns are determined before the file is read."""
+"""Arrow's message for a column that was removed from the first line after the columns were determined."""
 _SHOWN = 60
 
 

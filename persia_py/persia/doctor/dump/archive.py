@@ -18,7 +18,7 @@ MANIFEST, SUMMARY = "MANIFEST.json", "SUMMARY.md"
 MOST = 18 << 20
 """The maximum total size of all texts before compression, in bytes."""
 _RESERVED = 1 << 20
-"""The part of this size that is reserved for the summary and the manifest, in bytes."""
+"""The part of the total size that is reserved for the summary and the manifest, in bytes."""
 FILE = 1 << 20
 """The maximum size of one text, in bytes; of a longer text only the end is kept."""
 _LEAST = 4 << 10
@@ -46,7 +46,7 @@ class Entry:
 
 
 class Archive:
-    """Collects files for an archive. If a source fails, this is noted in the manifest, and collection continues.
+    """Collects files for an archive. If a source fails, the manifest notes the failure, and collection continues.
 
     Args:
         redactor: Replaces secrets before anything is stored.
@@ -94,7 +94,7 @@ class Archive:
         """
         try:
             return source()
-        except Exception as error:  # any error, because a dump is needed most for a broken job
+        except Exception as error:  # any error, because parts of a broken job may fail in any way
             self.skip(name, f"{type(error).__name__}: {error}")
             return otherwise
 
@@ -114,10 +114,10 @@ class Archive:
         return kept.decode(errors="replace")
 
     def add_raw(self, name: str, content: bytes) -> None:
-        """Add a binary file as it is, without redaction.
+        """Add a binary file unchanged, without redaction.
 
         Raises:
-            StorageError: It does not fit into the archive.
+            StorageError: The file does not fit into the archive.
         """
         if self.size + len(content) > MOST - _RESERVED:
             size = f"{len(content):,} bytes"

@@ -35,16 +35,16 @@ _METRICS_LINES = 200
 
 
 def learn_secrets(archive: Archive, folder: Path | None) -> None:
-    """Learn the secrets of the environment, of the surrounding job, and of its configuration.
+    """Record the secrets of the environment, of the surrounding job, and of its configuration.
 
-    This must precede the collection of any text.
+    Call this function before any text is collected.
     """
     archive.redactor.learn_variables(os.environ)
     of_job = "the secret, to be replaced in texts"
     if (why := archive.attempt(of_job, lambda: archive.redactor.learn_token(settings.token_file), "")) != "":
         archive.skip(of_job, why)
     for source in _configs(folder).values():
-        with contextlib.suppress(PersiaError, OSError):  # the failing file is collected later, and noted then
+        with contextlib.suppress(PersiaError, OSError):  # the error is noted when the file is collected
             archive.redactor.learn_config(source() or "")
 
 
@@ -299,7 +299,7 @@ def _checkpoints(folder: Path, facts: Facts) -> str | None:
         entry
         for place in places
         if isinstance(place, Url) or place.is_dir()
-        for entry in checkpoint.listing(place, verify=False)  # only the newest one is verified, below
+        for entry in checkpoint.listing(place, verify=False)  # _verified() verifies the newest one
     ]
     whole = [entry for entry in found if entry["problem"] is None]
     lines = [

@@ -24,9 +24,9 @@ _HINTS = ("token", "secret", "pass", "pwd", "credential", "signature", "cookie",
 _NAME = re.compile(rf"(?i){_WORDS}|(?:^|[_-])key$")
 """Matches names whose values are secrets."""
 _LEAST = 6
-"""The minimum length of a known secret: shorter ones would match ordinary text."""
+"""The minimum length of a known secret: shorter secrets would match ordinary text."""
 _MOST = 8 << 10
-"""The maximum length of a known secret in characters: longer ones are replaced only after their names."""
+"""The maximum length of a known secret in characters: longer secrets are replaced only after their names."""
 _LEAST_LEARNT = 8
 """The minimum length of a configuration value that is replaced in other texts too."""
 _LEAST_AFTER_COLON = 6
@@ -35,7 +35,7 @@ _QUOTED = r"(?P<quote>\\{0,3}[\"'])(?P<quoted>(?:(?!(?<!\\)(?P=quote)).)*)"
 """Matches a quoted value up to its closing quote or the end of the line. In JSON inside JSON, quotes are escaped."""
 _SPACE = r"(?:\s|\\+[nrt])+"
 """Characters that may separate two words of a known secret: YAML may fold it, and JSON escapes line ends."""
-# Each pattern starts at a word, or has a bounded start, so that the time is linear in the size of the text.
+# Each pattern starts at a word, or has a bounded start. The time is therefore linear in the size of the text.
 _PAIR = re.compile(
     rf"(?i)(?P<name>(?:{_WORDS})(?=(?P<more>[\w.-]{{0,60}}))(?P=more))"
     r"(?P<between>(?:\\{0,3}[\"'])?\s{0,8}(?P<sign>[:=])\s{0,8}(?:[bru]{1,2}(?=\\{0,3}[\"']))?)"
@@ -155,7 +155,7 @@ class Redactor:
         if "://" in text:
             text = _URL.sub(self._url, text)
         small = text.lower()
-        # most texts have none; this check is several times faster than the patterns
+        # Most texts contain no such name, and this check is several times faster than the patterns.
         if not any(hint in small for hint in _HINTS):
             return text
         if strict:
@@ -249,9 +249,9 @@ class Redactor:
 
 def _below_secrets(text: str) -> Iterator[str]:
     """Yield the scalars of a YAML text that are below the name of a secret. Very deep levels are omitted."""
-    # for each collection: whether it is a mapping, and whether it is below a secret
+    # For each open collection: whether it is a mapping, and whether it is below the name of a secret.
     open_: list[tuple[bool, bool]] = []
-    is_key, secret = False, False  # whether the next node is below a secret
+    is_key, secret = False, False  # whether the next node is a key, or below a secret
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.ScalarEvent) and is_key:
             is_key, secret = False, secret or is_secret(event.value)
@@ -274,7 +274,7 @@ def _below_secrets(text: str) -> Iterator[str]:
 
 def _is_file(text: str) -> bool:
     """Whether a value is the name of a file, as for PERSIA_TLS_KEY, and not the secret itself."""
-    return text.startswith("/") and os.path.exists(text)  # noqa: PTH110 - it may be no valid path, or too long
+    return text.startswith("/") and os.path.exists(text)  # noqa: PTH110 - the text may be too long for a path
 
 
 def _password(url: str) -> str:

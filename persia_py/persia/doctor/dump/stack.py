@@ -75,7 +75,7 @@ def _configs(service: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _learn_secret(archive: Archive) -> None:
-    """Record the secret of the stack, which is read in a container, so that it is replaced in the logs."""
+    """Record the secret of the stack, to replace it in the logs. The secret is read in a container."""
     words = ["run", "--rm", "--no-deps", "--no-TTY", "--entrypoint", "cat", compose.SERVICE, _SECRET_FILE]
     try:
         done = compose.ask("compose", *words, seconds=60)
@@ -100,7 +100,7 @@ def _said(*words: str, given: str | None = None) -> str:
 def _events(project: str) -> str:
     """Return the last events of the containers: starts, exits, health, out of memory."""
     kinds = [f"event={each}" for each in ("create", "start", "die", "oom", "kill", "stop", "restart", "destroy")]
-    job = [project, "label=com.docker.compose.oneoff=False"]  # not of `docker compose run`, such as this dump
+    job = [project, "label=com.docker.compose.oneoff=False"]  # excludes `docker compose run`, such as this dump
     filters = [word for each in [*job, *kinds] for word in ("--filter", each)]
     lines = _said("events", "--since", "24h", "--until", "0s", *filters).splitlines()
     return "".join(f"{line}\n" for line in lines[-_EVENTS:])

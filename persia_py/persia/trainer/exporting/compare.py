@@ -45,7 +45,7 @@ def evaluated(ctx: EmbeddingCtx, objective: Objective, transform: Transform, row
 def check(bundle: Bundle, ctx: EmbeddingCtx, wanted: Evaluated, rows: pa.Table) -> tuple[Floats, float]:
     """Compare ids, floats, vectors and outputs.
 
-    Ids and floats must be bit-identical; vectors too if rows are ``f32``.
+    Ids and floats must be bit-identical. Vectors must be bit-identical if rows are ``f32``.
 
     Returns:
         The outputs of the bundle in one batch, and the largest difference in any batch, as in

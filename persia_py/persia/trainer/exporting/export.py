@@ -79,7 +79,7 @@ class Exported:
 def export(
     trained: Trained, held_out: HeldOut, folder: Path, *, rows: str = "f32", torchscript: bool = False
 ) -> Exported:
-    """Write a bundle. It appears in ``folder`` when it is complete and its scores equal those of evaluation.
+    """Write a bundle. The bundle appears in ``folder`` when it is complete and its scores equal those of evaluation.
 
     Args:
         trained: The model.
@@ -116,7 +116,7 @@ def export(
 
 
 def _kept(count: int) -> list[int]:
-    """Return the positions of the rows to keep: the first ones, and the last one, which has no values."""
+    """Return the positions of the rows to keep: the first rows, and the last row, which has no values."""
     return [count - 1, *range(min(count - 1, KEPT - 1))]
 
 

@@ -29,7 +29,7 @@ class HeldOut:
 
 
 def read(config: Config, given: Paths | None, types: Mapping[str, pa.DataType]) -> HeldOut:
-    """Read the first rows of files; without files, of the test set, the validation set or the training rows.
+    """Read the first rows of files; None means the test set, the validation set or the training rows.
 
     A row without values is added, because bundles must also agree with evaluation on missing values.
 

@@ -31,20 +31,21 @@ def check_free(folder: Path) -> None:
 
 
 class Staging:
-    """Collects files next to a folder that does not exist; :meth:`publish` renames them to it.
+    """Collects files in a temporary folder, which :meth:`publish` renames to ``folder``.
 
-    A process that is killed leaves ``.NAME.partial``, which the next export to the same folder removes. Use it as a
-    context manager: a block that does not publish leaves no files.
+    The temporary folder is ``.NAME.partial`` next to ``folder``. If the process is killed, this folder remains, and the
+    next export to ``folder`` empties it. Use the class as a context manager. A block that does not publish leaves no
+    files.
 
     Args:
-        folder: The folder.
+        folder: The new folder, which does not exist yet.
 
     Attributes:
-        path: The folder to which files are written until then.
+        path: The temporary folder.
 
     Raises:
         UsageError: The folder exists, or another process writes it.
-        StorageError: The folder next to it cannot be created or locked.
+        StorageError: The temporary folder cannot be created or locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +85,7 @@ class Staging:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._lock)
-        shutil.rmtree(self.path, ignore_errors=True)  # the folder no longer exists if it was published
+        shutil.rmtree(self.path, ignore_errors=True)  # does not exist if it was published
 
     def write(self, name: str, content: bytes) -> Path:
         """Write a file durably, and return its path.

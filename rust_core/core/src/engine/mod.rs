@@ -154,8 +154,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Begin a generation above `after_generation` and all known ones. Returns the generation. The next step is `step`
-    /// + 1. With `fresh`, all rows are dropped.
+    /// Begin a generation above `after_generation` and all known ones. Returns the generation. The next step is the
+    /// one after `step`. With `fresh`, all rows are dropped.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
         *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_generation, step, fresh=false
@@ -214,8 +214,8 @@ impl Engine {
         self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that did
-    /// not respond. The time limit restarts whenever a server has read more of its rows from disk.
+    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that did not
+    /// respond. The time limit starts again whenever a server has read more of its rows from disk.
     fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         self.backend.wait_ready(py, timeout_s)
     }
@@ -280,8 +280,8 @@ impl Engine {
         Ok(pipeline)
     }
 
-    /// Look up a batch for evaluation, after all pushes in flight. No row changes; missing rows read as zeros. The
-    /// tensors are on CUDA device `device_id`, by default on the engine's device.
+    /// Look up a batch for evaluation, after all pushes in flight. No row changes, and missing rows read as zeros.
+    /// The tensors are on CUDA device `device_id`, by default on the engine's device.
     #[pyo3(signature = (batch, device_id=None))]
     fn lookup(&self, py: Python<'_>, batch: &Batch, device_id: Option<i32>) -> PyResult<TrainingBatch> {
         self.drain(py)?;

@@ -10,7 +10,8 @@ use persia_types::id::hash_id;
 pub(crate) const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 pub(crate) const DIMS: [usize; 14] = [1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 100, 128, 1024];
 
-/// One launch of one job, with all data to which it points. The addresses are set where it runs.
+/// One launch of one job, with all data to which it points. The addresses in the job are set before the
+/// launch.
 pub(crate) struct Case {
     pub(crate) name: String,
     pub(crate) kernel: Kernel,
@@ -214,7 +215,7 @@ pub(crate) fn raw(dim: usize, from: Dtype, to: Dtype, rounds: u32) -> Case {
 pub(crate) struct Summed {
     pub(crate) weighted: bool,
     pub(crate) divided: bool,
-    /// Whether it adds to existing content, in rows in a different order.
+    /// Whether the sums are added to existing content, in rows in a different order.
     pub(crate) onto: bool,
     /// The number of samples that use the id in the middle.
     pub(crate) long: usize,

@@ -364,7 +364,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Damaged bytes with a correct checksum are either refused or are another valid batch; reading them never
+        /// Damaged bytes with a correct checksum are either refused or are another valid batch. Reading them never
         /// panics.
         #[test]
         fn hostile_bytes_never_panic(

@@ -48,7 +48,7 @@ pub(crate) struct Deduplicator {
     local: Vec<u32>,
     /// The start of the samples of each unique id.
     starts: Vec<u32>,
-    /// The memory for results. It is returned when their feature is dropped.
+    /// The pool of vectors for results. A feature returns its vectors when it is dropped.
     memory: Arc<FeatureMemory>,
 }
 
@@ -98,8 +98,8 @@ impl Deduplicator {
         Unique { ids, inverse, occurrences: Occurrences::new(starts, samples) }
     }
 
-    /// Merge lists of unique ids into one. Within a shard, the lists follow one after another. Also returns the new
-    /// index of each id.
+    /// Merge lists of unique ids into one list. Within a shard, ids are in the order of their first
+    /// occurrence in the lists. Also returns the new index of each id.
     pub(crate) fn merge(&mut self, lists: &[&ShardedIds]) -> (ShardedIds, Vec<Vec<u32>>) {
         let mut maps: Vec<Vec<u32>> = lists.iter().map(|list| Vec::with_capacity(list.len())).collect();
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
@@ -255,7 +255,7 @@ mod tests {
 
     use super::*;
 
-    /// The same result, computed with a sort and a hash map.
+    /// Compute the result of [`Deduplicator::unique`] with a sort and a hash map.
     fn naive(ids: &[Id], offsets: Option<&[u32]>) -> (Vec<Id>, Vec<u32>, Vec<Vec<u32>>) {
         let mut unique: Vec<Id> = Vec::new();
         for &id in ids {

@@ -13,7 +13,7 @@ use crate::batch::weights::Weights;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The ids of one feature in all samples of a batch: the unique ids, and the samples of each.
+/// The ids of one feature in all samples of a batch: the unique ids, and the samples of each unique id.
 #[derive(Debug, Clone)]
 pub struct IdFeature {
     name: String,
@@ -178,7 +178,7 @@ impl IdFeature {
         self.weights.as_ref().map(Weights::grouped)
     }
 
-    /// The time that its deduplication took.
+    /// The time that the deduplication of this feature took.
     pub(crate) fn spent(&self) -> Duration {
         self.spent
     }

@@ -111,7 +111,7 @@ impl Batch {
         self.parts.meta.as_deref()
     }
 
-    /// The time that the deduplication of its features took.
+    /// The time that the deduplication of all id features took.
     pub(crate) fn deduplication(&self) -> Duration {
         self.id_features().iter().map(IdFeature::spent).sum()
     }

@@ -42,7 +42,7 @@ impl Occurrences {
 
 /// Sort `samples` by unique id into `grouped`, with a counting sort that keeps batch order.
 ///
-/// Before the call, `ends[unique - first]` is the number of samples of an id; afterwards, it is the end of its
+/// Before the call, `ends[unique - first]` is the number of samples of an id. After the call, it is the end of its
 /// samples. The samples of the first id start at `start`.
 pub(crate) fn group(
     first: u32,

@@ -151,7 +151,7 @@ impl Tensor {
 
     /// The first element that is NaN or infinite: (row, column, value).
     pub(crate) fn first_nonfinite(&self) -> Option<(usize, usize, f64)> {
-        // A fast pass detects such an element; its position is searched only after that.
+        // A fast pass detects such an element. Its position is searched only after that.
         let finite = match self.dtype {
             Dtype::F32 => all_finite::<4>(&self.bytes, |b| f32::from_le_bytes(b).is_finite()),
             Dtype::F64 => all_finite::<8>(&self.bytes, |b| f64::from_le_bytes(b).is_finite()),

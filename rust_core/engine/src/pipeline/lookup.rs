@@ -171,7 +171,7 @@ fn hand_over(
     let ready = Ready { step, batch, outputs, on_device, report, plan: trains.then_some(plan) };
     let Some(own) = state.queues.get_mut(&queue) else {
         drop(state);
-        drop(PooledBatch::new(scheduler, ready)); // without the lock, because its ticket takes the lock
+        drop(PooledBatch::new(scheduler, ready)); // after the lock is released, because the ticket takes it
         return false;
     };
     own.ready.push_back(ready);

@@ -53,7 +53,7 @@ pub enum Next {
 ///
 /// Dropping a pipeline closes it: batches that were not taken are dropped, and the look-up thread is joined.
 pub struct Pipeline {
-    /// The push thread, which is kept alive.
+    /// The push thread, which the pipeline keeps alive.
     pusher: Arc<PushThread>,
     queue: u64,
     worker: Mutex<Option<JoinHandle<()>>>,
@@ -112,8 +112,8 @@ impl Pipeline {
         self.end(StreamEnd::Failed(Error::Source(error)));
     }
 
-    /// Return the next batch, in the order in which batches were fed. In a reproducible run, its look-up starts only
-    /// now.
+    /// Return the next batch, in the order in which batches were fed. In a reproducible run, this call starts
+    /// the look-up of the batch.
     ///
     /// # Errors
     /// [`Error::Closed`] after [`Self::close`]; the failure that stopped the source, the pipeline or the

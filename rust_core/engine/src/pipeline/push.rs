@@ -84,8 +84,8 @@ fn report(token: Token, started: Instant, result: &Result<Backward, Error>) {
 struct Overflows(u64);
 
 impl Overflows {
-    /// Log the first such step, and again each time their number has doubled, because every step may be such a
-    /// step.
+    /// Log the first step with skipped rows, and again each time the number of these steps has doubled. In
+    /// the worst case, rows are skipped at every step.
     fn log(&mut self, context: &Context, step: u64, report: &PushReport) {
         let Some((table, id)) = report.first_nonfinite else { return };
         self.0 += 1;

@@ -1,4 +1,4 @@
-//! [`Scheduler`]: the lock with which callers and worker threads agree on the next step.
+//! [`Scheduler`]: the state with which callers and worker threads agree on the next step, and its lock.
 //!
 //! Every pipeline has a queue of batches. The staleness window, the pushes and the first failure belong to the engine,
 //! so a ticket may outlive its pipeline, and K applies to all pipelines together.

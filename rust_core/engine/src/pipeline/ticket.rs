@@ -44,7 +44,7 @@ impl PooledBatch {
     }
 }
 
-/// The permission to push the gradients of one step. The step is in the staleness window; if the ticket is dropped
+/// The permission to push the gradients of one step. The step is in the staleness window. If the ticket is dropped
 /// unused, the step leaves the window.
 ///
 /// If ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)), dropping a ticket unused
@@ -98,7 +98,8 @@ impl PushTicket {
 
     fn hand_over(mut self, gradients: PushGradients, options: PushOptions) -> Result<(), Error> {
         let mut state = self.scheduler.lock();
-        // Dropping the ticket takes the lock, so this must not return with `?` while it holds the lock.
+        // Dropping the ticket takes the lock, so this function must not return with `?` while it holds the
+        // lock.
         if let Some(error) = state.failed.clone() {
             drop(state);
             return Err(error);

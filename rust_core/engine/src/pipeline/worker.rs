@@ -1,4 +1,4 @@
-//! Worker threads: starts them, joins them, and turns their panics into errors.
+//! Starts worker threads, joins them, and turns their panics into errors.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -32,7 +32,7 @@ pub(super) fn spawn(
         .map_err(|source| Error::Spawn { worker, source: source.into() })
 }
 
-/// Wait for the end of a worker, unless this thread *is* the worker. That can happen, because a gradient's
+/// Wait for the end of a worker, unless this thread *is* the worker. This can happen, because a gradient's
 /// destructor may drop the engine.
 pub(super) fn join(worker: Option<JoinHandle<()>>) {
     if let Some(worker) = worker

@@ -27,7 +27,7 @@ pub(crate) struct Backward {
     pub(crate) push: Duration,
 }
 
-/// Push, and check that every row is accounted for.
+/// Push the gradients, and check that the report accounts for every row.
 pub(super) fn push(
     context: &Context,
     token: Token,

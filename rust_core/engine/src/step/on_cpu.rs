@@ -73,8 +73,8 @@ fn pool(
     persia_kernels::pool(&Pool { rows, dim, bags: Bags { indices, ..bags } }, out);
 }
 
-/// Push gradients. Features without a gradient are skipped, and so are tables none of whose features has one, because
-/// a zero gradient would still decay weights and moments.
+/// Push gradients. Features without a gradient are skipped, because a zero gradient would still decay weights
+/// and moments. A table is skipped if none of its features has a gradient.
 ///
 /// The tables sum the gradients of an id while they update its row. Only the gradients of tables that several
 /// features share are summed here.

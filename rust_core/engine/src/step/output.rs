@@ -30,7 +30,7 @@ pub struct Output {
     raw: Option<Raw>,
 }
 
-/// What a raw feature has in addition to its rows.
+/// The output of a raw feature in addition to its vectors.
 #[derive(Debug)]
 pub struct Raw {
     /// The number of positions per sample: `sample_fixed_size`.

@@ -1,6 +1,6 @@
 //! The plan of a batch's look-up and push: the slot and table of each feature, and where its rows are pooled.
 //!
-//! Slots that share a table become one request. All decisions are made here, once for both look-up and push.
+//! Slots that share a table become one request. All decisions are made in this module, once for both look-up and push.
 
 use std::sync::Arc;
 
@@ -154,8 +154,8 @@ impl Plan {
         &self.tables
     }
 
-    /// The tables of these features. Where rows are pooled is not decided: a look-up of the result returns
-    /// rows of unique ids.
+    /// The tables of these features. A look-up of the result always returns rows of unique ids, because the
+    /// place of pooling is not decided here.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,

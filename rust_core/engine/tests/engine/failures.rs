@@ -1,4 +1,4 @@
-//! Tests that every later call reports a failure, and that nothing is lost silently.
+//! Tests that after a failure every later call reports it, and that nothing is lost silently.
 
 use std::sync::Arc;
 

@@ -139,7 +139,7 @@ fn closing_early_empties_the_window_and_the_next_pipeline_works() {
             feed(&pipeline, batch(&[step], true));
         }
         kept.push(ready(&pipeline));
-        drop(pipeline); // with batches fed, looked up and not taken
+        drop(pipeline); // while it has batches that were fed or looked up but not taken
         push(kept.pop().unwrap(), 1.0); // a ticket outlives its pipeline
     }
     assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
@@ -210,7 +210,7 @@ fn evaluation_works_from_many_threads_during_training() {
     assert!(matches!(error, Error::BadOption { option: "mode", .. }), "{error}");
 }
 
-/// The threads of this process whose names start with `persia-`; other tests have such threads too.
+/// The threads of this process whose names start with `persia-`. Other tests have such threads too.
 #[cfg(target_os = "linux")]
 #[test]
 fn no_thread_is_leaked_and_queued_pushes_are_applied() {
@@ -233,12 +233,12 @@ fn no_thread_is_leaked_and_queued_pushes_are_applied() {
                 tables.open();
             })
         };
-        drop(engine); // waits for both kinds of thread
+        drop(engine); // waits for the look-up threads and the push thread
         releaser.join().unwrap();
         Arc::downgrade(&tables)
     };
     assert_eq!(tables.pushed(), [1, 2, 3]);
-    // Every worker held a reference to the tables. No worker does so any more.
+    // Every worker thread holds a reference to the tables until it ends, so all workers have ended.
     assert_eq!(weak.strong_count(), 1);
     assert_eq!(tables.plain.weights(0)[&3], [-3.0; 2]);
 }

@@ -93,7 +93,7 @@ pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {
     }
 }
 
-/// Call `next` until it waits for this, because the look-up thread may first have to get there.
+/// Call `next` until it waits for `expected`. The look-up thread may take some time to reach this state.
 pub(crate) fn waits_for(pipeline: &Pipeline, expected: Wait) {
     let start = Instant::now();
     loop {
@@ -116,7 +116,7 @@ pub(crate) fn push(mut looked: PooledBatch, value: f32) {
     looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
 }
 
-/// Tables that change one behaviour of other tables.
+/// Tables that change one behavior of other tables.
 pub(crate) trait Wrapped: Send + Sync {
     fn inner(&self) -> &dyn Tables;
 

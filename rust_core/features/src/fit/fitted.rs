@@ -45,9 +45,9 @@ pub struct FittedFeature {
 /// The statistics of the training data that a feature needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Needs {
-    /// Whether it needs the mean, the standard deviation, and the smallest and largest number.
+    /// Whether the feature needs the mean, the standard deviation, and the smallest and largest number.
     pub(crate) moments: bool,
-    /// Whether it needs quantiles.
+    /// Whether the feature needs quantiles.
     pub(crate) histogram: bool,
 }
 

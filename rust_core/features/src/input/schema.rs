@@ -205,7 +205,7 @@ fn wrong_ids(found: &Class, values: Option<ValueType>) -> Option<String> {
 
 fn wrong_lists(found: &Class, values: Option<ValueType>, split: bool) -> Option<String> {
     match found {
-        // The error of a single float proposes a bucket, which a list cannot be.
+        // The error for a single float suggests a bucket feature, which cannot read lists.
         Class::List(items) if **items == Class::Real => {
             Some("lists of integers or strings: floats cannot be ids; cast whole numbers to integers".into())
         }

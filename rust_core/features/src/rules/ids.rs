@@ -23,7 +23,7 @@ impl Exceptions {
         self.if_null == IfNull::Id && self.if_missing == IfMissing::Null
     }
 
-    /// The id of a null, if it has one.
+    /// The id of a null, if nulls have one.
     #[inline]
     pub(crate) fn null(&self, hasher: &IdHasher) -> Option<u64> {
         (self.if_null == IfNull::Id).then(|| hasher.null())
@@ -114,7 +114,7 @@ impl IdRule {
         }
     }
 
-    /// The id of an empty string, if it has one.
+    /// The id of an empty string, if empty strings have one.
     pub(crate) fn empty(&self, tally: &mut Tally, scratch: &mut Vec<u8>) -> Option<u64> {
         tally.count(Unusual::Empty);
         match (self.if_empty, self.values) {

@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn parts_are_those_of_the_zone() {
-        let moment = parse(b"2024-03-31T00:30:00Z").unwrap(); // half an hour before Berlin's summer time
+        let moment = parse(b"2024-03-31T00:30:00Z").unwrap(); // 30 minutes before daylight saving time
         let berlin = zone("Europe/Berlin").unwrap();
         assert_eq!(part_of(moment, DatePart::Hour, &TimeZone::UTC), Some(0));
         assert_eq!(part_of(moment, DatePart::Hour, &berlin), Some(1));

@@ -114,7 +114,7 @@ fn tags(rows: &[Row], layout: usize) -> (ArrayRef, ArrayRef) {
     if layout.is_multiple_of(2) {
         return (Arc::new(tags), Arc::new(weights));
     }
-    // Large lists of dictionary values.
+    // This layout has large lists of dictionary values.
     let values: &StringArray = tags.values().as_any().downcast_ref().unwrap();
     let values: DictionaryArray<Int8Type> = values.iter().collect();
     let field = Arc::new(Field::new("item", values.data_type().clone(), true));

@@ -1,4 +1,4 @@
-//! Tests of the behaviour on which users of the crate rely.
+//! Tests of the behavior on which users of the crate rely.
 #![allow(clippy::unwrap_used, reason = "a test panics when it fails")]
 
 mod errors;

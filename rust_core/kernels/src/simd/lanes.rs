@@ -113,7 +113,7 @@ mod x86 {
 
         #[inline(always)]
         fn fold(sums: &[f32; LANES]) -> f32 {
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX2 names this type; `sums` has sixteen lanes.
             unsafe {
                 fold_8(_mm256_add_ps(_mm256_loadu_ps(sums.as_ptr()), _mm256_loadu_ps(sums.as_ptr().add(8))))
             }
@@ -121,7 +121,7 @@ mod x86 {
 
         #[inline(always)]
         fn all_below(values: &[f32; LANES], exponent: i32) -> bool {
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX2 names this type; `values` has sixteen lanes.
             unsafe {
                 let (mask, below) =
                     (_mm256_set1_epi32(EXPONENT), _mm256_set1_epi32(exponent_bits(exponent) - 1));
@@ -134,7 +134,7 @@ mod x86 {
 
         #[inline(always)]
         fn equal(words: &[u64; 8], key: u64) -> u32 {
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX2 names this type; `words` has eight words.
             unsafe {
                 let key = _mm256_set1_epi64x(key.cast_signed());
                 let low = _mm256_cmpeq_epi64(_mm256_loadu_si256(words.as_ptr().cast()), key);
@@ -148,7 +148,8 @@ mod x86 {
         fn widen_f16(from: &[u16; LANES]) -> [f32; LANES] {
             let mut to = [0.0; LANES];
             for half in [0, 8] {
-                // SAFETY: as above; there are eight lanes from `half` on in both.
+                // SAFETY: only code for processors with F16C names this type; there are eight lanes from
+                // `half` on in both arrays.
                 unsafe {
                     let eight = _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().add(half).cast()));
                     _mm256_storeu_ps(to.as_mut_ptr().add(half), eight);
@@ -161,7 +162,9 @@ mod x86 {
         fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
             let mut to = [0; LANES];
             for half in [0, 8] {
-                // SAFETY: as above. If an operand is NaN, `min` and `max` return the second operand, here the NaN.
+                // SAFETY: only code for processors with F16C names this type; there are eight lanes from
+                // `half` on in both arrays. If an operand is NaN, `min` and `max` return the second operand,
+                // here the NaN.
                 unsafe {
                     let eight = _mm256_loadu_ps(from.as_ptr().add(half));
                     let eight = _mm256_max_ps(_mm256_set1_ps(-F16_MAX), eight);
@@ -205,7 +208,7 @@ mod x86 {
 
         #[inline(always)]
         fn fold(sums: &[f32; LANES]) -> f32 {
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX-512 names this type; `sums` has sixteen lanes.
             unsafe {
                 let sums = _mm512_loadu_ps(sums.as_ptr());
                 fold_8(_mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps::<1>(sums)))
@@ -214,7 +217,7 @@ mod x86 {
 
         #[inline(always)]
         fn all_below(values: &[f32; LANES], exponent: i32) -> bool {
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX-512 names this type; `values` has sixteen lanes.
             unsafe {
                 let mask = _mm512_set1_epi32(EXPONENT);
                 let bits = _mm512_and_si512(_mm512_loadu_si512(values.as_ptr().cast()), mask);
@@ -224,7 +227,7 @@ mod x86 {
 
         #[inline(always)]
         fn equal(words: &[u64; 8], key: u64) -> u32 {
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX-512 names this type; `words` has eight words.
             unsafe {
                 let words = _mm512_loadu_si512(words.as_ptr().cast());
                 u32::from(_mm512_cmpeq_epi64_mask(words, _mm512_set1_epi64(key.cast_signed())))
@@ -234,7 +237,7 @@ mod x86 {
         #[inline(always)]
         fn widen_f16(from: &[u16; LANES]) -> [f32; LANES] {
             let mut to = [0.0; LANES];
-            // SAFETY: as above.
+            // SAFETY: only code for processors with AVX-512 names this type; both arrays have sixteen lanes.
             unsafe {
                 let wide = _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast()));
                 _mm512_storeu_ps(to.as_mut_ptr(), wide);
@@ -245,7 +248,8 @@ mod x86 {
         #[inline(always)]
         fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
             let mut to = [0; LANES];
-            // SAFETY: as above. If an operand is NaN, `min` and `max` return the second operand, here the NaN.
+            // SAFETY: only code for processors with AVX-512 names this type; both arrays have sixteen lanes.
+            // If an operand is NaN, `min` and `max` return the second operand, here the NaN.
             unsafe {
                 let wide = _mm512_max_ps(_mm512_set1_ps(-F16_MAX), _mm512_loadu_ps(from.as_ptr()));
                 let wide = _mm512_min_ps(_mm512_set1_ps(F16_MAX), wide);

@@ -1,5 +1,5 @@
-//! Compiles loops for three instruction sets on x86-64, of which one is chosen at run time, and for one on
-//! other architectures; and prefetches memory.
+//! Compiles loops for several instruction sets: three on x86-64, of which one is chosen at run time, and one
+//! on other architectures. Also prefetches memory.
 //!
 //! Whole loops are compiled this way, because a call per row costs more than it saves. A loop is ordinary code over
 //! blocks of [`LANES`] floats, which is the same for all sets except for the operations of [`Lanes`].
@@ -50,7 +50,7 @@ impl InstructionSet {
     /// The instruction set that every processor of this architecture supports.
     pub const PORTABLE: Self = Self(Width::Portable);
 
-    /// The widest of these instruction sets that this processor supports.
+    /// The widest instruction set for which loops are compiled and that this processor supports.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         if has!("avx2", "f16c", "bmi1", "bmi2", "lzcnt", "popcnt") {
@@ -60,7 +60,7 @@ impl InstructionSet {
         Self::PORTABLE
     }
 
-    /// All of these instruction sets that this processor supports, the widest last.
+    /// All instruction sets for which loops are compiled and that this processor supports, the widest last.
     pub fn supported() -> Vec<Self> {
         let all = [
             Width::Portable,
@@ -82,7 +82,8 @@ impl InstructionSet {
             // AVX2 and the other features of `avx2`.
             #[cfg(target_arch = "x86_64")]
             Width::Avx2 => unsafe { avx2(work) },
-            // SAFETY: as above, for AVX-512 and `avx512`.
+            // SAFETY: only `detect` and `supported` create this value, and only if the processor supports
+            // AVX-512 and the other features of `avx512`.
             #[cfg(target_arch = "x86_64")]
             Width::Avx512 => unsafe { avx512(work) },
         }
@@ -112,9 +113,9 @@ fn avx512<W: SimdLoop>(work: W) -> W::Output {
 const FIRST_LEVEL: bool = true;
 /// Prefetch into the second-level cache.
 const SECOND_LEVEL: bool = false;
-/// The size, in bytes, from which rows are prefetched into the second-level cache. The first level holds too few such
-/// rows: with it, benchmark B3 took 7 to 23 % longer. Smaller rows, index buckets and recency were slower in the second
-/// level.
+/// The size, in bytes, from which rows are prefetched into the second-level cache. The first-level cache
+/// holds too few large rows: when they were prefetched into it, benchmark B3 took 7 to 23 % longer. Smaller
+/// rows, index buckets and recency are faster in the first-level cache.
 const LARGE_ROW: usize = 256;
 
 /// Prefetch the cache lines of `values[from..from + len]` into the first-level cache. The range may extend
@@ -151,7 +152,7 @@ fn prefetch_line<const LEVEL: bool>(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a prefetch is a hint; it never faults, whatever the address.
+        // SAFETY: a prefetch is a hint, and never faults, whatever the address.
         unsafe {
             if LEVEL == FIRST_LEVEL {
                 _mm_prefetch::<_MM_HINT_T0>(address.cast());

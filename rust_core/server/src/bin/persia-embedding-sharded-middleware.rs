@@ -1,4 +1,4 @@
-//! A middleware; see [`persia_server`].
+//! The binary of middlewares. [`persia_server`] is its library.
 
 use std::process::ExitCode;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! An embedding server; see [`persia_server`].
+//! The binary of embedding servers. [`persia_server`] is its library.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
     process::run(KIND, |args: &ServerArgs| &args.common, run)
 }
 
-/// The directory of the log, below the data directory. The first version introduced the name.
+/// The name of the log's directory, below the data directory. The name is that of the first version, for
+/// compatibility.
 const LOG_DIR: &str = "journal";
 
 /// The options of the log; None without `durability: log`.
@@ -100,8 +101,8 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         snapshot_threads: process.global.checkpoint_workers,
         max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
         checkpoints: CheckpointRoot::new(args.checkpoint_root),
-        // This is less than one attempt of a rank through a middleware, so that the rank gets the names of the
-        // missing ranks.
+        // A wait for a turn times out before the rank's attempt through a middleware does. The rank's error therefore
+        // names the missing ranks.
         turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,
         address: process.listener.endpoint().to_string(),
         log: log_options(process.global.log, args.data_dir.as_deref())?,

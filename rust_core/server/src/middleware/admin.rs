@@ -21,7 +21,7 @@ const LONG: Duration = Duration::from_secs(3600);
 /// The timeout of statistics.
 const STATS_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Call every server. If several fail, the error of the first one is returned.
+/// Call every server. If several servers fail, the error of the first one in the list is returned.
 async fn everywhere<R: Unary + Clone>(
     servers: &[Arc<ServerClient>],
     deadline: Instant,
@@ -38,8 +38,8 @@ async fn everywhere<R: Unary + Clone>(
     join_all(calls).await.into_iter().collect()
 }
 
-/// Let every server check a request before the first server executes it. With `check_only`, no server
-/// executes it. A single server checks it when it executes it.
+/// Let every server check a request before the first server executes it. With `check_only`, no server executes the
+/// request. A single server is not asked to check it first, because it checks the request when it executes it.
 async fn check_everywhere_first<R: Unary + Clone>(
     servers: &[Arc<ServerClient>],
     deadline: Instant,
@@ -132,7 +132,7 @@ impl MiddlewareService {
     }
 
     /// Return the statistics of the servers that respond. It is an error if a server refuses the credentials, is
-    /// recovering, or is not at its place in the list.
+    /// recovering, or has another index than its position in the list.
     pub(super) async fn serve_stats(
         &self,
         request: Request<proto::StatsRequest>,

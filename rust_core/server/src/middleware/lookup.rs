@@ -1,5 +1,5 @@
-//! [`Lookup`]: sends the ids of one look-up to the servers, and their rows, which may be pooled, to the
-//! caller.
+//! [`Lookup`]: sends the ids of one look-up to the servers, and sends the rows, pooled if the caller asks for
+//! it, to the caller.
 
 use std::sync::Arc;
 

@@ -2,9 +2,9 @@
 //!
 //! If the caller asks for pooled samples, the middleware pools them, with the same kernels as the caller.
 //!
-//! A middleware keeps no state of the job between calls and tries each call once, because only the caller
-//! knows whether a retry makes sense. Every server gets every request, even if it has none of the ids, so
-//! that each server sees all requests of the job. Only a push may name the servers that get it.
+//! A middleware keeps no state of the job between calls and tries each call once, because only the caller knows
+//! whether to retry. Every server gets every request, even if it has none of the ids, so that each server sees all
+//! requests of the job. Only a push may name the servers that get it.
 //!
 //! * [`lookup`], [`push`], [`admin`]: requests
 //! * [`pooled`]: pools rows, and sums gradients, of samples
@@ -196,23 +196,24 @@ fn late(server: &ServerClient, what: &str) -> TablesError {
     }
 }
 
-/// Create a request with a timeout, so that a server serves it until about `deadline` or cancels it.
+/// Create a request that the server cancels shortly after `deadline`.
 fn until<T>(deadline: Instant, message: T) -> Request<T> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut request = Request::new(message);
-    // The timeout is slightly longer than the caller's wait, because the caller's error names the server and tonic's
-    // error does not.
+    // The timeout is slightly longer than the wait of this middleware, whose error names the server. Tonic's error
+    // does not name it.
     request.set_timeout(left + left / 20 + Duration::from_millis(100));
     request
 }
 
-/// The deadline for everything that a request waits for: the timeout of the caller less a fifth, or `default` if the
-/// caller sets none. The fifth leaves time for an error that states the reason to reach the caller.
+/// The deadline of all waits of a request. It is 80 % of the caller's timeout from now, or `default` if the caller
+/// sets no timeout. In the remaining time, an error that states the reason can reach the caller.
 pub(crate) fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
     Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }
 
-/// The timeout of the caller in the gRPC header, up to eight digits and a unit; None without a valid one.
+/// The timeout of the caller in the gRPC header, which has up to eight digits and a unit; None if it is missing or
+/// invalid.
 fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;

@@ -1,5 +1,5 @@
-//! Pooling: collects rows of ids and pools them into vectors of samples; collects gradients of samples and sums them
-//! for each id. Results are computed chunk by chunk, at the pace of the receiver.
+//! Pooling: collects rows of ids and pools them into vectors of samples. For pushes, collects gradients of samples
+//! and sums them for each id. Results are computed chunk by chunk, at the pace of the receiver.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ pub(super) fn kept_bytes(parts: &[Part], kind: RequestKind) -> u64 {
     parts.iter().map(words).sum::<usize>() as u64 * 4
 }
 
-/// The collected rows of parts with samples; empty for other parts.
+/// The collected rows of each part; empty for a part without samples.
 pub(super) struct CollectedRows {
     rows: Vec<Vec<f32>>,
     whole: Result<(), ChunkError>,
@@ -110,8 +110,8 @@ impl CollectedRows {
     }
 }
 
-/// Sum the gradients of samples for each id and send the sums to the servers. `gradients` has those of each
-/// part with samples. `peer` is the name of this middleware.
+/// Sum the gradients of samples for each id and send the sums to the servers. `gradients` has the gradients of
+/// samples of each part. `peer` is the name of this middleware.
 pub(super) async fn send_sums(
     split: &Split,
     csr: AllCsr,
@@ -123,7 +123,7 @@ pub(super) async fn send_sums(
     if csr.iter().all(Option::is_none) || fanout.all_closed() {
         return Ok(());
     }
-    // If this future is dropped, the channel closes and the computation ends, whatever the servers do.
+    // If this future is dropped, the channel closes. This ends the computation even if a server blocks.
     let (computed_chunks, mut sums) = mpsc::channel(SERVER_QUEUE);
     let parts = split.parts().to_vec();
     let work = computed(peer, move || {

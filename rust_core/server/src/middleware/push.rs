@@ -1,5 +1,5 @@
-//! [`Push`]: sends the gradients of one push to the servers and returns the outcome of each. Gradients of samples are
-//! first summed for each id.
+//! [`Push`]: sends the gradients of one push to the servers, and returns the outcome on each server. Gradients of
+//! samples are first summed for each id.
 
 use std::sync::Arc;
 
@@ -106,7 +106,8 @@ impl Push {
             }
             let message = match timeout_at(self.deadline, receive::next(&mut incoming)).await {
                 Ok(message) => message?,
-                // The servers delayed the caller, not the reverse. The calls to them report the reason.
+                // A server has ended its call, so the caller did not cause the delay. The calls to the servers report
+                // the reason.
                 Err(_) if fanout.any_closed() => return Ok(Vec::new()),
                 Err(late) => return Err(late_caller(late)),
             };

@@ -17,14 +17,14 @@ use tonic::transport::ClientTlsConfig;
 
 use crate::exit::Exit;
 
-/// How long a search through NATS waits for responses.
+/// The time for which a search through NATS waits for responses.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval at which announcements are read: while all servers are known, and while some are missing.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The minimum time between two searches.
 const SEARCH_PAUSE: Duration = Duration::from_millis(200);
-/// The maximum time that a request waits for missing servers. Its caller retries.
+/// The maximum time that a request waits for missing servers. Its caller then retries the request.
 const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The credentials for calls to servers.
@@ -48,7 +48,7 @@ pub struct ServerClient {
 
 impl ServerClient {
     /// # Errors
-    /// Why the address, or TLS, cannot be used for calls to this server.
+    /// The reason why the address or TLS cannot be used for calls to this server.
     fn new(peer: String, endpoint: Endpoint, link: &Link) -> Result<Self, String> {
         let channel = endpoint.channel(link.tls.as_ref()).map_err(|error| {
             let with = if link.tls.is_some() { " with PERSIA_TLS_CA and PERSIA_TLS_NAME" } else { "" };
@@ -72,8 +72,8 @@ impl ServerClient {
     }
 }
 
-/// The known servers, with one entry for each index, and the last server that is incompatible, with the
-/// reason.
+/// The known servers, with one entry for each index. `disagreement` is an incompatible server that the last search
+/// found, and the reason.
 #[derive(Debug, Clone, Default)]
 struct ServerTable {
     servers: Vec<Option<Arc<ServerClient>>>,
@@ -181,7 +181,7 @@ impl ServerPool {
         }
     }
 
-    /// Read the announcements soon, because a server did not respond.
+    /// Request a search for announcements. Call this when a server did not respond.
     pub fn refresh(&self) {
         self.refresh.notify_one();
     }
@@ -207,8 +207,8 @@ struct Incumbent {
 /// The number of unanswered searches after which a process counts as ended, so that another one can take its index.
 const MISSED_WHEN_GONE: u32 = 3;
 
-/// Decide whether `peer` gets its index, and record it if so. Of two live processes, the newer one gets it,
-/// because the older one is about to end.
+/// Decide whether `peer` gets its index and, if it does, record it. Of two live processes with one index, the newer
+/// process gets the index, because the older one is about to end.
 fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
     let age = (started, peer.id.clone());
@@ -224,7 +224,7 @@ fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     true
 }
 
-/// Count the processes that did not respond to this search.
+/// Count, for each known process, the consecutive searches to which it has not responded.
 fn note_missed(incumbents: &mut BTreeMap<usize, Incumbent>, peers: &[Peer]) {
     for incumbent in incumbents.values_mut() {
         let there = peers.iter().any(|peer| peer.id == incumbent.age.1);
@@ -359,7 +359,7 @@ mod tests {
             peers.iter().map(|peer| succeeds(&mut incumbents, peer)).collect::<Vec<_>>()
         };
         assert_eq!(look(&[first.clone(), second.clone()]), [true, false]);
-        // The first process has ended. The clock of its successor's host is slow.
+        // The first process has ended. The clock of the second process's host is slow.
         let taken: Vec<bool> = (0..4).map(|_| look(std::slice::from_ref(&second))[0]).collect();
         assert_eq!(taken, [false, false, true, true]);
         assert_eq!(look(&[second, first]), [true, true]);

@@ -7,8 +7,8 @@
 //! 5. *Token*: a push whose token was applied before changes nothing.
 //! 6. *Apply*: the request is executed, and the turn advances. A look-up changes nothing.
 //!
-//! This is the admission of requests. The admission of ids, which decides whether an id gets a row, is up to the
-//! store.
+//! These steps are the admission of requests. The store decides on the admission of ids, that is, whether an id gets
+//! a row.
 //!
 //! [`Node::admit`] does the first three steps, asynchronously. [`Node::lookup`] and [`Node::push`] do the
 //! other steps, which compute and may wait for a disk. A request that fails before it is applied leaves
@@ -49,7 +49,7 @@ impl Node {
         self.sequencer.comes(token, phase).await;
     }
 
-    /// Read rows. A training look-up must be [admitted](Self::admit) first; other look-ups have no turn and are not
+    /// Read rows. A training look-up must be [admitted](Self::admit) first. Other look-ups have no turn and are not
     /// logged.
     ///
     /// # Errors
@@ -114,7 +114,7 @@ impl Node {
         record: impl FnOnce() -> WalRecord,
         apply: impl FnOnce() -> Result<T, TablesError>,
     ) -> Result<T, TablesError> {
-        // The store claims the token.
+        // The store checks and records the token in `apply`.
         let apply = || {
             let report = apply().map_err(|error| self.named(error))?;
             turn.into_iter().for_each(Turn::done);
@@ -126,8 +126,8 @@ impl Node {
         }
     }
 
-    /// Convert an error of the log. A full disk may have space again soon, and callers retry an `Unable`
-    /// request.
+    /// Convert an error of the log. A full disk may have space again soon, so the error becomes `Unable`, after which
+    /// callers retry the request.
     fn not_logged(&self, error: TablesError) -> TablesError {
         let TablesError::Io { path, source } = error else { return error };
         let why = format!("{}: {source}", path.display());

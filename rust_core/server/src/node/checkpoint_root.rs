@@ -70,8 +70,8 @@ impl CheckpointRoot {
         Err(TablesError::Io { path, source })
     }
 
-    /// Check the URL of an object store. If the root is a URL, it must be below the root; otherwise any URL is allowed
-    /// that the credentials of this server permit.
+    /// Check the URL of an object store. If the root is also a URL, `url` must be below it. Otherwise, only the
+    /// credentials of this server limit the URLs that it can access.
     fn resolve_url(&self, url: &str) -> Result<PathBuf, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
         let path = Path::new(url);

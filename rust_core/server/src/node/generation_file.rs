@@ -14,7 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::exit::Exit;
 
 const FILE: &str = "generation";
-/// The name of the file in the first version. This file is read too.
+/// The name that the first version gave the file. A file of this name is read, too.
 const FIRST_FILE: &str = "epoch";
 const LOCK: &str = "lock";
 
@@ -56,7 +56,8 @@ impl GenerationFile {
             )),
             error => unusable(error.into()),
         })?;
-        // An older version may have run here since, so the higher of both files counts.
+        // An older version writes only `FIRST_FILE`, and may have used this directory last. The higher generation
+        // therefore counts.
         let mut highest = 0;
         for path in [FILE, FIRST_FILE].map(|name| dir.join(name)) {
             match fs::read_to_string(&path) {

@@ -54,11 +54,11 @@ pub struct NodeOptions {
     /// The capacity of the whole job, in rows. Each shard gets an equal part, so evictions do not depend on the number
     /// of servers.
     pub capacity: u64,
-    /// See [`StoreOptions::request_threads`].
+    /// The number of threads that execute a large request: see [`StoreOptions::request_threads`].
     pub request_threads: usize,
     /// The number of threads that write and read a snapshot.
     pub snapshot_threads: usize,
-    /// See [`StoreOptions::max_copy_bytes`].
+    /// The limit for the copies of a snapshot: see [`StoreOptions::max_copy_bytes`].
     pub max_copy_bytes: u64,
     /// The directory or URL below which checkpoints are.
     pub checkpoints: CheckpointRoot,
@@ -219,12 +219,13 @@ impl Node {
     /// Begin a run or, with `check_only`, only check whether it can begin. The generation of a run that began
     /// is durable before this returns, if there is a data directory.
     ///
-    /// A rank that saved or restored in an earlier run has ended, otherwise no new run would begin. Files that are
-    /// still written or read for that rank are of no use, so a begin does not wait for them.
+    /// When a new run begins, a rank that saved or restored in an earlier run has ended. Files that are still written
+    /// or read for that rank are not needed, so a begin does not wait for them.
     ///
     /// # Errors
-    /// `Incompatible` for another job or number of servers, or in an infer job; `Io` if the generation or the
-    /// log cannot be written; `Lost` if the run does not continue these rows; those of [`Tables::begin`].
+    /// `Incompatible` for another job or number of servers, or in an infer job; `Io` if the generation or the log
+    /// cannot be written; `Lost` if the run continues other rows than those of this server; those of
+    /// [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         self.refuse_change()?;
         self.check_newer(servers, run)?;
@@ -248,8 +249,8 @@ impl Node {
                 log.begin(run, || self.start(run)).map_err(|error| self.on_this_host(error))?;
                 self.set_generation(run.generation)?;
             }
-            // The log does not contain these rows and would lose them, so it stays closed until a restore or a fresh
-            // run.
+            // The log does not contain the current rows, so a recovery from it would lose them. It stays closed until
+            // a restore or a fresh run.
             Some(_) if !run.fresh && self.holds_rows()? => {
                 tracing::warn!(
                     "the log does not contain the current rows, so pushes are refused until a checkpoint is loaded \
@@ -278,7 +279,7 @@ impl Node {
         self.generation.set(generation).map_err(|error| self.on_this_host(error))
     }
 
-    /// Lock `admin`, and cancel all transfers that began before.
+    /// Lock `admin`, and cancel all transfers in progress.
     fn lock_for_begin(&self) -> MutexGuard<'_, ()> {
         loop {
             let alone = self.admin.try_lock_for(CANCEL_INTERVAL);

@@ -10,7 +10,7 @@ pub struct RecoveryProgress {
 }
 
 impl RecoveryProgress {
-    /// The number of bytes read, and the total number of bytes to read; both are 0 before the recovery has
+    /// The number of bytes read, and the total number of bytes to read. Both are 0 before the recovery has
     /// begun.
     pub fn bytes(&self) -> (u64, u64) {
         (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))

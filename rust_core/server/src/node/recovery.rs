@@ -136,7 +136,7 @@ impl Node {
     }
 }
 
-/// Convert the error of a record. A record whose request is invalid is refused now, as the request was refused
+/// Convert the error of a record. A record with an invalid request is refused, because the request was also refused
 /// originally.
 fn replay_error(error: TablesError) -> ReplayError {
     use TablesError as E;
@@ -149,7 +149,7 @@ fn replay_error(error: TablesError) -> ReplayError {
         | E::BadTable { .. }
         | E::TooManyIds { .. }
         | E::WrongShard { .. } => ReplayError::Refused(error.to_string()),
-        // Other errors, such as a lack of memory. The request may have been applied originally.
+        // With any other error, such as a lack of memory, the request may have been applied originally.
         other => ReplayError::Failed(other.to_string()),
     }
 }

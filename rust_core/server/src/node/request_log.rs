@@ -43,7 +43,7 @@ pub(super) struct WalBase {
     pub(super) run: Run,
     /// The checkpoint with the rows; None means no rows.
     pub(super) rows: Option<Rows>,
-    /// The progress, which is serialized under the name that it had in the first version.
+    /// The progress. It is serialized under the name that the first version used.
     #[serde(rename = "mark")]
     pub(super) position: WalPosition,
     /// The first segment with records to apply.
@@ -143,7 +143,7 @@ impl RequestLog {
             }
             Ok(())
         })?;
-        // The process may have ended between the record of a cut and the segment after it.
+        // The process may have ended after it had logged a cut and before it began the next segment.
         *self.cut.lock() = cut.filter(|cut| cut.segment <= replayed.segment);
         Ok(replayed)
     }
@@ -176,7 +176,7 @@ impl RequestLog {
         })
     }
 
-    /// Log a training request, and then `apply` it. Before that, wait while the disk is too slow.
+    /// Log a training request, and then `apply` it. If the disk is too slow, wait before the request is logged.
     ///
     /// # Errors
     /// Those of [`Wal::wait_for_sync`] and [`Wal::append`].
@@ -203,7 +203,7 @@ impl RequestLog {
             what: format!("it cannot be encoded for the log: {error}"),
         })?;
         self.wal.append(&record, start)?;
-        // The cut belongs to another run.
+        // The last cut belongs to an earlier run.
         *cut = None;
         Ok(())
     }

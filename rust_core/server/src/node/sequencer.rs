@@ -1,7 +1,8 @@
 //! [`RankSequencer`]: the order of requests in a reproducible run with several ranks.
 //!
-//! At each step, the look-ups of ranks 0, 1, … come first, followed by their pushes. A request waits for its turn. The
-//! turn advances when the request has been served; after a failure it stays, for the retry.
+//! At each step, the look-ups of ranks 0, 1, … come first, followed by their pushes. A request waits for its turn.
+//! The turn advances when the request has been served. After a failure it does not advance, so that the request can
+//! be retried.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -26,7 +27,7 @@ pub enum Phase {
 /// The maximum number of requests that a message lists.
 const NAMED: usize = 8;
 
-/// The position of a request in the order. The order of fields is the order of requests.
+/// The position of a request in the order. Positions are compared field by field, in this order of the fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Position {
     seq: u64,
@@ -87,7 +88,7 @@ enum Answer {
 }
 
 impl RankSequencer {
-    /// Begin a run. With several `ranks` its requests have an order; with one rank they have none.
+    /// Begin a run. With several `ranks`, the requests of the run have an order. With one rank, they have none.
     pub fn begin(&self, generation: u64, ranks: u32) {
         let sequence = Sequence { generation, ranks, turn: None, serving: false, waiting: BTreeMap::new() };
         *self.sequence.lock() = (ranks > 1).then_some(sequence);
@@ -134,7 +135,7 @@ impl RankSequencer {
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
-            // Register before the check, so that no change in between is missed.
+            // Register for changes before the check, so that no change is missed.
             changed.as_mut().enable();
             match self.ask(token, position)? {
                 Answer::NoTurn => return Ok(None),

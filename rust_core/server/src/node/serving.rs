@@ -14,7 +14,7 @@ use crate::exit::Exit;
 /// The configuration key of the checkpoint's directory or URL, for messages.
 const KEY: &str = "infer_config.embedding_checkpoint";
 
-/// A checkpoint that is about to be served.
+/// A checkpoint that has been opened and can be served.
 #[derive(Debug)]
 pub struct ServableCheckpoint {
     dir: PathBuf,
@@ -226,7 +226,7 @@ mod tests {
             differences(&saved, &configured).join("; ")
         };
         assert_eq!(said(&|_| ()), "");
-        // The order, and settings that concern only training, make no difference.
+        // The order of tables, and settings that only affect training, make no difference.
         let reversed = |schema: &mut Schema| {
             schema.tables.reverse();
             schema.slots.iter_mut().for_each(|slot| slot.table = 1 - slot.table);

@@ -18,8 +18,8 @@ impl Node {
     /// Hold the current rows for the snapshot with this number.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`; those of [`Tables::prepare_snapshot`]; `Io` with the kind `ResourceBusy` while
-    /// another request keeps this one waiting, and `Io` if the log cannot be written.
+    /// `NotBegun`, `StaleGeneration`; those of [`Tables::prepare_snapshot`]; `Io` with the kind `ResourceBusy` if
+    /// another request is still in progress after a second; `Io` if the log cannot be written.
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check_fence(fence)?;
         // The cut must not wait for a disk, because all ranks wait for the cut.
@@ -116,8 +116,9 @@ impl Node {
         Ok(snapshot)
     }
 
-    /// Truncate the log, if there is one. The checkpoint that contains this snapshot is visible, and its
-    /// `files` in `directory` become the base of the log, unless there has been a later cut.
+    /// Truncate the log, if there is one. Call this after the checkpoint that contains this snapshot has been
+    /// published. The checkpoint's `files` in `directory` become the base of the log, unless there has been a later
+    /// cut.
     ///
     /// # Errors
     /// Those of [`Self::write_snapshot`].

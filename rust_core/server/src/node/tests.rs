@@ -166,7 +166,7 @@ fn a_log_stays_while_the_rows_of_its_base_cannot_be_read_from_their_store() {
     let node = node_with_log(dir.path());
     let begun = run(&node, 1);
     node.begin(1, &begun, false).unwrap();
-    // This URL fails without a request.
+    // Opening this URL fails before a request is sent.
     let entry = FileEntry { name: "shard-000.arrow".into(), bytes: 4, blake3: "0".repeat(64) };
     let rows = Rows { directory: "gs://bucket/run/step-1".into(), files: vec![entry] };
     let (options, position) = (node.options.clone(), node.position());
@@ -236,8 +236,8 @@ fn a_restarted_server_with_a_log_continues() {
     second.begin(1, &continuing(&second, 3, 1), false).unwrap();
 }
 
-/// This happens if the process is killed after the record of a begin and before the file of the generation is
-/// written.
+/// A process leaves this state if it is killed after it has logged a begin and before it has written the
+/// generation's file.
 #[test]
 fn a_begin_that_is_only_in_the_log_has_begun() {
     let dir = tempfile::tempdir().unwrap();

@@ -9,7 +9,7 @@
 //! request is removed. A log without a readable base is invalid.
 //!
 //! Requests never wait for a sync while they hold the lock on the end of the log. With a sync every second, a request
-//! waits before it is logged as long as a record older than two seconds is not durable.
+//! is not logged while a record older than two seconds is not durable.
 //!
 //! * [`record`][]: encodes and decodes a request
 //! * [`segment`][]: one file of records
@@ -70,14 +70,14 @@ struct Writer {
     segment: Option<Segment>,
     /// The earlier segments that may not be durable yet.
     rotated: Vec<Arc<File>>,
-    /// Grows with each byte that is written to a log, so that syncs can be compared. It is not the length of
-    /// the log.
+    /// A position that grows with each record that is written, also after a reset, so that syncs can be compared. It
+    /// is not the length of the log.
     written: u64,
 }
 
 impl Wal {
     /// Open the log in `dir`, which is created if it does not exist. A request waits for a slow disk no longer than
-    /// `timeout`. This reads nothing; [`Self::base`] and [`Self::replay`] read the log.
+    /// `timeout`. This method reads nothing. [`Self::base`] and [`Self::replay`] read the log.
     ///
     /// # Errors
     /// The directory or a thread cannot be created.
@@ -118,8 +118,8 @@ impl Wal {
         self.shared.synced.reset(0);
     }
 
-    /// Replace the log by an empty one. `base` is called with the number of the first segment; no record is appended
-    /// during the call. The old log is removed before anything is written, which frees space on a full disk. A process
+    /// Replace the log by an empty one. `base` is called with the number of the first segment. No record is appended
+    /// during this call. The old log is removed before anything is written, to free space on a full disk. A process
     /// that is killed in between leaves no log.
     ///
     /// # Errors
@@ -135,7 +135,7 @@ impl Wal {
         files.remove_all().map_err(|source| files.error(source))?;
         let segment = files.create_segment(FIRST_SEGMENT)?;
         segment.file().sync_all().map_err(|source| files.error(source))?;
-        files.write_base(&base)?; // this syncs the names, too
+        files.write_base(&base)?; // this also syncs the names of the files
         (writer.first, writer.segment) = (Some(FIRST_SEGMENT), Some(segment));
         synced.reset(writer.written);
         Ok(())
@@ -170,8 +170,8 @@ impl Wal {
     /// Log `record`, then `apply` it, and then, if every request must be durable, wait until it is.
     ///
     /// # Errors
-    /// `Io` if the record cannot be logged; nothing was applied, unless the error says that the disk failed to keep the
-    /// record. Those of `apply`, after which the record is removed.
+    /// `Io` if the record cannot be appended, after which nothing was applied. `Io` if a sync fails, after which the
+    /// change was applied. Those of `apply`, after which the record is removed.
     pub(crate) fn append<T>(
         &self,
         record: &WalRecord,
@@ -333,7 +333,7 @@ impl Shared {
         if same.count() < captured {
             return; // another log has begun
         }
-        // Without this record, the segments are only synced again.
+        // If this record cannot be written, the segments are synced again later.
         match self.write(&mut writer, &WalRecord::durable(capture.number)) {
             Ok(_) => drop(writer.rotated.drain(..captured)),
             Err(error) => tracing::debug!("cannot record in the log which segments are durable: {error}"),

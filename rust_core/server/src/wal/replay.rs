@@ -2,8 +2,8 @@
 //!
 //! A segment states the length of the previous segment, and a later record states that the previous segment is
 //! durable. If the end of a segment is missing and no record states that the segment is durable, the cause is a power
-//! cut, and the log ends there. If a record does state it, the log is damaged. Segments that are not part of the log,
-//! because a process was killed while it removed them, are removed.
+//! cut, and the log ends there. If a record states that the segment is durable, the log is damaged. A process that
+//! was killed may have left segments that are not part of the log. They are removed.
 
 use std::io;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ pub(crate) struct Replayed {
     /// The number of bytes after the last complete record that was not refused. They belong to requests that were not
     /// acknowledged or were not durable yet.
     pub(crate) torn: u64,
-    /// The reason why the last record was refused and dropped, if it was: the process ended before it had removed the
-    /// record.
+    /// The reason why the last record was refused and dropped, if it was. The process ended before it had removed
+    /// this record.
     pub(crate) refused: Option<String>,
     /// The segment to which records are appended from now on.
     pub(crate) segment: u64,
@@ -42,8 +42,8 @@ impl Wal {
         lengths.map(|metadata| metadata.len()).sum()
     }
 
-    /// Pass every record from segment `first` on to `each`, with the number of the segment after the record's, and
-    /// the record's length. After that, records are appended after the last one.
+    /// Pass every record from segment `first` on to `each`, with the number of the next segment and the length of the
+    /// record. New records are then appended after the last one.
     ///
     /// # Errors
     /// The reason why the log cannot be used, with file and position. The caller must drop what was replayed until
@@ -80,7 +80,7 @@ impl Wal {
             replayed.torn = torn;
             break Segment::reopen(files.segment(number), number, bytes).map_err(describe)?;
         };
-        // The previous process may have ended before a sync.
+        // The previous process may have ended before a sync, so the records count as not durable.
         *self.shared.writer.lock() =
             Writer { first: Some(first), segment: Some(segment), written: 1, rotated };
         self.shared.synced.written();
@@ -100,7 +100,7 @@ impl Wal {
             let Entry::Op(op) = entry else { return Ok(()) };
             match each(op, next, bytes) {
                 Ok(()) => replayed.records += 1,
-                // Nothing was appended after a refused record that was not removed.
+                // A refused record that was not removed is the last one of the log.
                 Err(ReplayError::Refused(why)) if ends && is_last => {
                     replayed.refused = Some(why);
                     return Err(Stop::Here);

@@ -60,7 +60,7 @@ impl Segment {
     }
 
     /// Remove the last record, which has `bytes` bytes. If the file cannot be truncated now, it is truncated before
-    /// the next record is appended; until then, a replay drops the record.
+    /// the next record is appended. Until then, a replay drops the record.
     pub(super) fn take_back(&mut self, bytes: u64) {
         self.bytes -= bytes;
         self.has_rest = true;
@@ -120,8 +120,8 @@ pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
     }
 }
 
-/// Whether the segment at `path` states that the segments up to `number` are durable. Records after the first one that
-/// cannot be read do not count.
+/// Whether the segment at `path` states that the segments up to `number` are durable. Records after the first
+/// unreadable record are ignored.
 pub(super) fn states_durable(path: &Path, number: u64) -> bool {
     let mut found = false;
     let read = read(path, &mut |entry, _, _| {
@@ -188,7 +188,8 @@ pub(super) fn read(
 }
 
 /// The position after `start` from which the file may never have been written. After a power cut, some file systems
-/// show such bytes as zeros: zeros up to the end of the file that begin at `start` or at the start of a sector.
+/// show such bytes as zeros. These zeros begin at `start` or at the start of a sector, and extend to the end of the
+/// file.
 fn unwritten_from(file: &mut File, start: u64) -> io::Result<u64> {
     file.seek(SeekFrom::Start(start))?;
     let (mut position, mut written) = (start, start);

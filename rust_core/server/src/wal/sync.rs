@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// The age of a record that is not durable from which requests wait.
+/// Requests wait while a record that is not durable is at least this old.
 const LONGEST_UNSYNCED: Duration = Duration::from_secs(2);
 
 /// The durable part of the log, as a position in the bytes written.

@@ -79,7 +79,7 @@ fn a_closed_log_refuses_records_and_keeps_its_files() {
     }
     wal.truncate(2, b"another base").unwrap();
     assert_eq!(files(dir.path()), before);
-    // Another process may still replay it.
+    // Another process can still replay the closed log.
     let other = open(dir.path());
     assert_eq!(other.base().unwrap().unwrap(), BASE);
     assert_eq!(replay(&other, FIRST_SEGMENT).unwrap(), [1]);
@@ -98,7 +98,7 @@ fn a_record_that_is_not_durable_does_not_outlive_its_log() {
     assert!(wal.unsynced() > Duration::ZERO);
     wal.close();
     assert_eq!(wal.unsynced(), Duration::ZERO);
-    // The thread that syncs every second does the same: there is nothing to sync, and the disk has not
+    // The thread that syncs every second also makes this call. There is nothing to sync, and the disk has not
     // failed.
     wal.shared.sync_to(1).unwrap();
     wal.wait_for_sync().unwrap();
@@ -131,7 +131,7 @@ fn segments_that_could_not_be_removed_are_removed_with_the_next_checkpoint() {
     assert_eq!(rotate(&wal, 2), 2);
     let path = dir.path().join("1");
     let first = fs::read(&path).unwrap();
-    // A directory in its place cannot be removed as a file.
+    // Replace the segment by a directory, which cannot be removed as a file.
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     wal.truncate(2, BASE).unwrap_err();

@@ -47,7 +47,7 @@ async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 10] {
 fn every_role_may_do_what_it_is_for_and_nothing_else() {
     let good = secret("a secret of at least thirty-two bytes");
     let stack = Stack::start(Plan { secret: Some(good.clone()), middleware: false, ..Plan::new(1) });
-    // The requests are invalid, so a caller with the right role gets that error.
+    // The requests are invalid, so a caller with the right role gets the error of an invalid request.
     let data = [Code::InvalidArgument; 2];
     let no = Code::PermissionDenied;
     let admin = [Code::FailedPrecondition; 7];

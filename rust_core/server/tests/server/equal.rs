@@ -213,7 +213,7 @@ fn several_servers_begin_and_restore_all_or_none() {
     let stack = Stack::start(plan(3));
     let client: Arc<WireTables> = Arc::new(stack.client());
     client.begin(&run(&stack.plan, 1)).unwrap();
-    // There is one id, so two of three servers hold no row that another optimizer would not fit.
+    // There is one id, so two of the three servers hold no rows, and would accept another optimizer.
     let one = vec![vec![], vec![], vec![4]];
     push(client.as_ref(), token(0, 1), &DIMS, &one).unwrap();
     let sgd =

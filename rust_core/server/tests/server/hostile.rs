@@ -1,4 +1,5 @@
-//! Sends thousands of malformed requests: servers must stay up, memory must stay constant, and no row may change.
+//! Sends thousands of malformed requests: servers must not end, their memory must stay constant, and no row may
+//! change.
 //!
 //! `PERSIA_HOSTILE=1000000 cargo test --release -p persia-embedding-sharded-server --test server hostile -- --nocapture` sends a
 //! million.
@@ -61,7 +62,7 @@ struct Call {
     messages: Vec<Vec<u8>>,
 }
 
-/// A generation from which no flipped bit makes the generation in progress.
+/// A generation that a flipped bit cannot change to the generation in progress.
 const OTHER_GENERATION: u64 = 0x5555_5555;
 /// The methods that only the role admin may call.
 const ADMIN: &[&str] =
@@ -384,7 +385,7 @@ fn hostile_requests_change_nothing_and_leave_everything_up() {
         assert!(!process.log().contains("panicked"), "{}", process.log());
     }
     assert_eq!(rows(), before);
-    push(&client, token(0, 1), &[4], &ids).unwrap(); // it still counts as a duplicate
+    push(&client, token(0, 1), &[4], &ids).unwrap(); // the push still counts as a duplicate
     assert_eq!(rows(), before);
     lookup(&client, token(0, 3), Mode::Train, &[4], &ids).unwrap();
     push(&client, token(0, 3), &[4], &ids).unwrap();

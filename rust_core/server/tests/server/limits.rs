@@ -95,7 +95,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
         let channel = stack.servers[0].channel(None).unwrap();
         bounded!(EmbeddingServerClient::with_interceptor(channel, Credentials::new(Role::Trainer, None)))
     };
-    let ids = ShardedIds::group(&(0..100_000).collect::<Vec<Id>>()).unwrap(); // 2.3 MiB with its gradients
+    let ids = ShardedIds::group(&(0..100_000).collect::<Vec<Id>>()).unwrap(); // 2.3 MiB with gradients
     let parts = vec![Part::new(0, RowFormat::f32(4), &ids).to_proto()];
     let token = Some(token(0, 1).into());
     let push_head = proto::PushHead { token, step: 1, lr_factor: 1.0, parts, only: vec![] };
@@ -120,7 +120,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
                 Ok::<(), Status>(())
             }
         };
-        // Look-ups are served until the head has arrived. A slow machine may need more than a second for one.
+        // Look-ups are served until the head of the push has arrived. On a slow machine, a look-up may time out.
         let start = std::time::Instant::now();
         let refused = loop {
             match lookup(Duration::from_secs(1)).await {
@@ -137,7 +137,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
     });
 }
 
-/// In a reproducible run, a request that waits for its turn holds its memory, which the previous request may need.
+/// In a reproducible run, a request that waits for its turn holds memory that the previous request may need.
 #[test]
 fn a_request_whose_turn_it_is_does_not_wait_for_memory() {
     let stack = Stack::start(Plan { request_memory: 3, ..Plan::new(1) });

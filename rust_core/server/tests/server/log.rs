@@ -83,7 +83,8 @@ fn synced_server(dir: &Path, checkpoints: &Path, sync: LogSync) -> Node {
     Node::new(options(checkpoints, Some(log_options(dir, sync))), owned(dir)).unwrap()
 }
 
-/// Wait for the lock: a test that starts a process also holds it briefly, between fork and exec.
+/// Open the directory, and wait until its lock is free. A child process that another test starts holds the
+/// lock between fork and exec.
 fn owned(dir: &Path) -> GenerationFile {
     let mut file = None;
     wait_until("the directory's lock", || {
@@ -196,15 +197,15 @@ fn a_cut_survives_a_restart() {
     });
     assert_eq!(files[0], files[1]);
     let before = twins.nodes[0].log_bytes().unwrap();
-    // The checkpoint of a late commit of an earlier cut does not become the base, because the requests in
-    // between would be lost.
+    // If an earlier cut is committed after a later one, its checkpoint does not become the base. Otherwise,
+    // the requests between the cuts would be lost.
     twins.both("prepare_snapshot", |node| node.prepare_snapshot(fence(1), 10));
     (0..5).for_each(|_| twins.train());
     twins.nodes[0].commit_snapshot(fence(1), 9, "cut-0", &files[0]).unwrap();
     assert!(twins.nodes[0].log_bytes().unwrap() > before);
     twins.kill();
     twins.check("after a late commit");
-    // `check` wrote the current rows, which ends the cut.
+    // `check` wrote the current rows and so ended the cut.
     twins.cut = 10;
     twins.save(true);
     assert!(twins.nodes[0].log_bytes().unwrap() < before);

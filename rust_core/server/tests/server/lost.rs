@@ -83,7 +83,7 @@ struct Stopped<'a>(&'a Process);
 impl<'a> Stopped<'a> {
     fn stop(process: &'a Process) -> Self {
         process.signal("-STOP");
-        // When kill returns, the signal is pending; threads may still serve until one of them handles it.
+        // When kill returns, the signal may still be pending. Threads continue until one of them handles the signal.
         wait_until("every thread to stop", || {
             let threads = std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
             let mut stats =
@@ -116,15 +116,15 @@ fn a_server_that_hangs_is_named_and_the_run_is_lost() {
     lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap();
 }
 
-/// The first server gets its part before the second one, until its queue is full.
+/// The middleware sends the part of the first server first, and blocks when the queue of this server is full.
 #[test]
 fn a_server_that_blocks_a_large_push_is_named_and_not_the_one_after_it() {
     const DIM: usize = 64;
     const WIDE: &str = "slots_config:\n  a: {dim: 64}\n";
     let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 16);
     let _stopped = Stopped::stop(&servers[0]);
-    // A push that is larger than what fits between the middleware and a server that does not read, but small enough to
-    // be sent within one of four attempts.
+    // The push does not fit into the buffers between the middleware and a server that does not read. It is small
+    // enough to be sent within one of four attempts.
     let ids = ShardedIds::group(&(0..700_000).collect::<Vec<u64>>()).unwrap();
     let rows = vec![0.5; ids.len() * DIM];
     let of_samples = vec![0.5; 10 * DIM];
@@ -187,7 +187,7 @@ fn fifty_clients_come_back_at_once_and_all_are_served() {
     let ended = AtomicBool::new(false);
     let all_served = |what: &str| {
         let before: Vec<u64> = served.iter().map(|count| count.load(Ordering::Relaxed)).collect();
-        // The look-up in progress may have been answered earlier.
+        // The look-up that a client counts next may have been answered earlier.
         let further = |(count, before): (&AtomicU64, u64)| count.load(Ordering::Relaxed) >= before + 2;
         wait_until(what, || served.iter().zip(before.iter().copied()).all(further));
     };

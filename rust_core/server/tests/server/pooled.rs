@@ -1,5 +1,5 @@
-//! Tests that features with many ids that the middleware pools are bit-identical to a store in memory, and
-//! take fewer bytes.
+//! Tests that a middleware pools features with many ids, that the results are bit-identical to those of a
+//! store in memory, and that fewer bytes are sent.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -136,11 +136,12 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
         assert!(matches!(engine.drain(LONG).unwrap(), DrainOutcome::Done));
     }
     let stats = tables.stats().unwrap();
-    // With several servers, these are counted differently.
+    // These statistics depend on the number of servers.
     (steps, Stats { memory_bytes: 0, tokens: BTreeMap::new(), tables: Vec::new(), ..stats })
 }
 
-/// Looks up only rows of ids, or counts the look-ups of other kinds.
+/// With `only_rows`, neither pools rows nor sends gradients of samples. Otherwise, counts the pooled
+/// look-ups.
 struct Watched {
     tables: WireTables,
     only_rows: bool,

@@ -194,7 +194,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
 
     let scaled = with(|samples| samples.scale = 3.0);
     raw_push(&stack, None, push_messages(scaled, &good, gradients)).unwrap();
-    // The ids, in their order, have two occurrences, one, and one.
+    // The first id occurs twice, and the other two ids occur once.
     assert_eq!(rows(&client), [[-3.0; DIM], [-1.5; DIM], [-1.5; DIM]].concat());
 }
 

@@ -107,7 +107,7 @@ fn sigterm_lets_connections_finish_and_ends_with_zero() {
         process.signal("-TERM");
         process.logged("waiting for open connections");
     }
-    // Open connections continue; new ones are refused.
+    // Open connections continue to be served, and new ones are refused.
     let ids = vec![vec![1, 2, 3]];
     crate::stack::lookup(&client, crate::stack::token(0, 1), persia_types::Mode::Train, &[4], &ids).unwrap();
     assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 1);
@@ -288,7 +288,7 @@ fn the_features_of_persia_yml_are_the_slots() {
     let server = start();
     server.logged("\"ready\"");
     let metrics = http(&server.metrics(), "/metrics");
-    // The exporter has no order of labels.
+    // The exporter writes the labels in any order.
     let tables: BTreeSet<&str> = metrics.lines().filter(|line| line.starts_with("persia_rows{")).collect();
     assert_eq!(tables, BTreeSet::from(["persia_rows{table=\"user\"} 0", "persia_rows{table=\"item\"} 0"]));
 

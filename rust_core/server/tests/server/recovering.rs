@@ -17,7 +17,7 @@ fn ids() -> Vec<Vec<u64>> {
     vec![(0..200).collect()]
 }
 
-/// Start servers in the middle of a run, which have not recovered, and a client of that run.
+/// Start servers that have not recovered the run in progress, and a client of this run.
 fn resuming() -> (Stack, WireTables) {
     let plan = Plan { starting: true, ..Plan::new(2) };
     let stack = Stack::start(plan.clone());

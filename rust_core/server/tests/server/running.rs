@@ -16,7 +16,7 @@ use crate::stack::{JOB, Plan};
 
 pub(crate) const SERVER: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-server");
 pub(crate) const MIDDLEWARE: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-middleware");
-/// A time limit longer than anything quick takes on a busy machine.
+/// A time limit longer than a short operation takes on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 const EMBEDDING: &str = "slots_config:\n  a: {dim: 4}\n";
 
@@ -167,7 +167,7 @@ impl Setting {
     }
 }
 
-/// A plan with the configuration above.
+/// A plan with the configuration in `EMBEDDING`.
 pub(crate) fn plan() -> Plan {
     plan_of(EMBEDDING)
 }

@@ -203,7 +203,7 @@ pub(crate) async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Pa
 /// The tables, and the processes that serve them.
 pub(crate) struct Held<T> {
     pub(crate) tables: WireTables,
-    /// What the tables need. It is dropped last.
+    /// The owner of the processes. It is dropped last.
     pub(crate) _below: T,
 }
 

@@ -1,4 +1,4 @@
-//! Tests that connections that never authenticate do not block other callers for long.
+//! Tests that unauthenticated connections do not block other callers for long.
 
 use std::fs;
 use std::path::Path;

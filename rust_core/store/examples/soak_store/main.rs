@@ -1,8 +1,9 @@
 //! Compares eviction, admission by count and time to live under load with a simulation of the same policy.
 //!
-//! `cargo run --release -p persia-store --example soak_store -- [LOOK-UPS] [CAPACITY]` (defaults: look-ups of 10⁸ ids,
-//! 10⁶ rows) trains on a drifting set of ids, ten times as many as the capacity. It compares each report with that of
-//! the simulation, and all rows at the end. It prints ten lines of progress, and panics at the first difference.
+//! `cargo run --release -p persia-store --example soak_store -- [LOOK-UPS] [CAPACITY]` trains on a drifting
+//! set of ids that is ten times as large as the capacity. The defaults are look-ups of 10⁸ ids and a capacity
+//! of 10⁶ rows. The program compares each report with that of the simulation, and all rows at the end. It
+//! prints ten lines of progress, and panics at the first difference.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 #[path = "../../tests/policy/simulation.rs"]

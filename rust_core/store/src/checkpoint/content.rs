@@ -1,4 +1,4 @@
-//! The files of a checkpoint: located, measured, and compared with the manifest.
+//! Locates the files of a checkpoint, measures them, and compares them with the manifest.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ pub(super) fn is_hash(text: &str) -> bool {
     text.len() == HASH_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// The path of a checkpoint file: in the staging directory with which the name begins, if the file is still
-/// there; otherwise in the checkpoint's directory.
+/// The path of a checkpoint file. If the name begins with a staging directory and the file is still there,
+/// this is the path in the staging directory. Otherwise it is the path in the checkpoint's directory.
 pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     let Some((staging, file)) = names::split(name) else {
         return Err(CheckpointError::corrupt(
@@ -46,7 +46,7 @@ pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
     check(&path, &mut input, entry, |_| ())
 }
 
-/// Read a file into `content` and check it against its manifest entry. Returns the file's path; for a URL,
+/// Read a file into `content` and check it against its manifest entry. Returns the file's path, or its URL
 /// without the staging directory. Allocates no more than the file's actual size.
 pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Result<PathBuf> {
     content.clear();

@@ -157,7 +157,7 @@ impl Input {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Tell the operating system to read the whole file ahead.
+    /// Advise the operating system to read the whole file ahead.
     #[allow(unsafe_code)]
     pub(super) fn expect_all(&self) {
         // SAFETY: the call only gives advice about an open file; a length of 0 means the whole file. An error
@@ -211,8 +211,8 @@ pub(super) struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing the file is not enough: a process that was forked in the meantime, such as a data loader worker, also
-        // has it open. Unlocking a lock that is held cannot fail.
+        // Closing the file is not enough. A process that was forked since the lock was taken, such as a data
+        // loader worker, also has the file open. Unlocking a lock that is held cannot fail.
         let _ = self.0.unlock();
     }
 }

@@ -20,7 +20,7 @@ const OCCUPIED: &str =
 /// The next step of a reader that found a damaged file.
 const READ_ANOTHER: &str = "use another checkpoint, or a replica of this one";
 
-/// The reason why a checkpoint could not be written, found or used. Each error names the path; the path of a
+/// The reason why a checkpoint could not be written, found or used. Each error names the path. The path of a
 /// staged file omits the staging directory.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {

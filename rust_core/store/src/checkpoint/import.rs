@@ -36,7 +36,7 @@ pub struct Duplicate {
 pub struct Duplicates {
     /// The number of rows that have the id of an earlier row.
     pub count: u64,
-    /// The first of these rows, in row order.
+    /// The first few of these rows, in row order.
     pub shown: Vec<Duplicate>,
 }
 
@@ -123,7 +123,7 @@ impl Import {
                 table.buffers.iter_mut().enumerate().filter(|(_, buffer)| !buffer.is_empty())
             {
                 disk::append(&spilled(self.saver.staging(), number, shard), buffer)?;
-                *buffer = Vec::new(); // also free the memory, because shards differ in size
+                *buffer = Vec::new(); // unlike `clear`, this frees the memory
             }
         }
         self.buffered = 0;

@@ -42,7 +42,7 @@ pub struct Head {
     pub cursors: BTreeMap<String, Box<RawValue>>,
     /// The versions and features of the writer.
     pub build: BTreeMap<String, String>,
-    /// The wall-clock time in RFC 3339. It is informative only and does not order checkpoints.
+    /// The wall-clock time in RFC 3339. It is informative only: checkpoints are not ordered by it.
     pub created_at: String,
     /// The names of the model's inputs in the model's order, as JSON.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -59,8 +59,8 @@ pub struct Head {
 pub struct Manifest {
     /// The format version of the checkpoint, at most [`FORMAT`].
     pub format: u32,
-    /// One more than the highest revision that the save found in its directory; in an object store, a random
-    /// number. The name of the staging directory contains the revision.
+    /// In a directory, one more than the highest revision that the save found there. In an object store, a
+    /// random number. The name of the staging directory contains the revision.
     #[serde(rename = "generation")]
     pub revision: u64,
     /// The state of the run.
@@ -113,8 +113,8 @@ impl Manifest {
         shards.map(|entry| self.staged(entry)).collect()
     }
 
-    /// A hash of the step, the names and dimensions of the tables, and the shard files, and never 0.
-    /// Different content has the same hash only by a collision.
+    /// A nonzero hash of the step, the names and dimensions of the tables, and the shard files. Different
+    /// content has the same hash only by a collision.
     pub fn identity(&self) -> u64 {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.head.step.to_le_bytes());
@@ -129,8 +129,8 @@ impl Manifest {
         u64::from_le_bytes(first).max(1)
     }
 
-    /// The current path of a file. At a URL, this is the URL next to the manifest, where only a replica has
-    /// it.
+    /// The current path of a file. For a checkpoint at a URL, this is the URL next to the manifest. Only a
+    /// replica has the file at that URL.
     ///
     /// # Errors
     /// `Corrupt` if the manifest does not list the file; `Io`.
@@ -191,7 +191,7 @@ impl Manifest {
             .map_err(|error| CheckpointError::bad_save(path, format!("it cannot be encoded: {error}")))?;
         let body = body.strip_suffix("\n}").unwrap_or(&body);
         let text = format!("{body}{HASH_KEY}{}{END}", blake3::hash(body.as_bytes()).to_hex());
-        // The manifest must be readable again; one with an infinite learning rate would not be.
+        // The manifest must be readable again. A manifest with an infinite learning rate, for example, is not.
         parse(path, text.as_bytes()).map_err(|error| {
             let what = match error {
                 CheckpointError::Corrupt { what, .. } => format!("no reader would accept it: it {what}"),
@@ -226,7 +226,7 @@ impl Manifest {
     }
 }
 
-/// The text before the hash of a manifest, and the text after it, with which the manifest ends.
+/// The text before the hash at the end of a manifest, and the text after the hash.
 const HASH_KEY: &str = ",\n  \"blake3\": \"";
 const END: &str = "\"\n}\n";
 

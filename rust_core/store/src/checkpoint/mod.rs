@@ -11,7 +11,7 @@
 //! the directory itself. At any time it therefore finds either the complete old checkpoint or the complete new one. The
 //! next save finishes step 3, or removes files that were staged without a commit.
 //!
-//! A URL such as `s3://bucket/run/step-500` stands for a directory everywhere: see [`object`].
+//! A URL such as `s3://bucket/run/step-500` may be given wherever a directory is expected; see [`object`].
 //!
 //! * [`ShardRows`]: the content of a virtual shard; [`write_shard`] and [`read_shard`]: its file
 //! * [`Destination`]: one save, into a directory ([`Saver`]) or an object store ([`ObjectSaver`])

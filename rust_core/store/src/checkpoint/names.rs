@@ -10,7 +10,7 @@ use persia_types::{VIRTUAL_SHARDS, is_url};
 pub(super) const MANIFEST: &str = "MANIFEST.json";
 /// The manifest of a checkpoint that is being deleted.
 pub(super) const REMOVED: &str = ".REMOVED.json";
-/// The file that names the last checkpoint of a run; it is in the parent directory of the checkpoints.
+/// The file that names the last checkpoint of a run, in the parent directory of the checkpoints.
 pub(super) const LATEST: &str = "LATEST";
 /// The file that marks a staging directory as created by a save.
 pub(super) const MARKER: &str = ".persia-save";
@@ -46,8 +46,8 @@ pub(super) fn revision(name: &str) -> Option<u64> {
     (staging(revision) == name).then_some(revision)
 }
 
-/// The path without staging directories, as messages show it. In a folder, it is that of the file after the
-/// save.
+/// The path without staging directories, as messages show it. In a folder, this is the path that the file has
+/// after the save.
 pub(crate) fn without_staging(path: &Path) -> PathBuf {
     if let Some(url) = path.to_str().filter(|_| is_url(path)) {
         return url.split('/').filter(|part| revision(part).is_none()).collect::<Vec<_>>().join("/").into();

@@ -17,7 +17,7 @@ use super::error::CheckpointError;
 /// object store, each of them puts and deletes an object.
 ///
 /// # Errors
-/// `Io`, for a directory with the current user and the directory's owner; the errors of `others`.
+/// `Io`, which for a directory names the current user and the directory's owner; the errors of `others`.
 pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) -> Result<(), TablesError> {
     if is_url(dir) {
         return probe_file(dir).and_then(|()| others(dir));

@@ -69,7 +69,7 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
         }
         disk::sync_dir(staging)?;
         if disk::entries(staging)?.iter().any(|(name, _)| name != MARKER) {
-            return Ok(()); // a server still writes for an abandoned save; the next save needs the marker
+            return Ok(()); // a server still writes files here, and the next save needs the marker
         }
         disk::remove_file(&staging.join(MARKER))?;
     }
@@ -80,7 +80,7 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
     if marked { disk::mark(staging) } else { Ok(()) }
 }
 
-/// Delete a checkpoint. The rename of its manifest is the commit; then the files are removed.
+/// Delete a checkpoint. The rename of its manifest is the commit. The files are removed afterwards.
 pub(super) fn remove(dir: &Path) -> Result<()> {
     let lock = disk::lock(dir)?;
     recover_locked(dir)?;

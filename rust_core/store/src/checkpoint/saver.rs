@@ -189,7 +189,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Check that every staged file was added. Otherwise it would be lost silently.
+    /// Check that every staged file was added. A file that was not added would be lost silently.
     fn check_staging(&self) -> Result<()> {
         for (name, _) in disk::entries(&self.staging)? {
             let added = self.files.iter().any(|entry| name == entry.name.as_str());

@@ -76,8 +76,9 @@ fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<
 /// there is nothing below `parent`, it is the checkpoint in `parent` itself.
 ///
 /// # Errors
-/// If the checkpoint that `LATEST` names, or one that may be newer, cannot be used, its error: an older checkpoint is
-/// never returned silently. `Missing` if there is no checkpoint. `Io`, including for an unreadable manifest.
+/// `Missing` if there is no checkpoint. If the checkpoint that `LATEST` names, or one that may be newer,
+/// cannot be used, its error is returned, because an older checkpoint must not be used silently. `Io`,
+/// including for an unreadable manifest.
 pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     let hint = read_hint(parent)?;
     let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();

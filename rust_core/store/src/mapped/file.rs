@@ -29,7 +29,7 @@ pub struct MappedFile {
 
 // SAFETY: the mapping is never written, and only this value owns it.
 unsafe impl Send for MappedFile {}
-// SAFETY: as above.
+// SAFETY: the mapping is never written, so threads can only read it concurrently.
 unsafe impl Sync for MappedFile {}
 
 impl MappedFile {
@@ -55,7 +55,7 @@ impl MappedFile {
         &self.path
     }
 
-    /// The content. It begins at a page boundary, so the numbers in it are aligned.
+    /// The content. It is aligned to 64 bytes or more, so the numbers in it are aligned.
     pub fn content(&self) -> &[u8] {
         // SAFETY: `bytes` bytes from `start` are mapped as long as `self` lives; for an empty file, the pointer dangles
         // and the length is 0.

@@ -17,9 +17,10 @@ pub enum RowFormat {
     F32,
     /// `dim` IEEE 754 binary16 values, rounded to nearest. A magnitude above 65,504 becomes 65,504.
     F16,
-    /// An f32 scale `s`, which is the largest magnitude in the row divided by 127; `dim` int8 values `q`, each a weight
-    /// divided by `s` and rounded to nearest; and padding to a multiple of 4 bytes. A weight is read as `s * q`, which
-    /// differs from the exact weight by about `s / 2` at most, unless `s` is subnormal.
+    /// An f32 scale `s`, `dim` int8 values `q`, and padding to a multiple of 4 bytes. `s` is the largest
+    /// magnitude in the row divided by 127. Each `q` is a weight divided by `s` and rounded to nearest. A
+    /// weight is read as `s * q`, which differs from the exact weight by about `s / 2` at most, unless `s` is
+    /// subnormal.
     Int8,
 }
 

@@ -1,5 +1,5 @@
-//! Weights of new rows, a pure function of (seed, table, id), and admission by probability, a pure function
-//! of (seed, id, step). Both are equal on every server.
+//! Weights of new rows and admission by probability. The weights are a pure function of (seed, table, id),
+//! and the admission is a pure function of (seed, id, step). Both are equal on every server.
 
 use persia_types::{Id, Initializer};
 

@@ -6,7 +6,7 @@
 //! * SGD: `w -= lr * (g + wd * w)`; with momentum `v = momentum * v + g; w -= lr * (v + wd * w)`
 //! * Adagrad: `g += wd * w; w -= (lr * g) / sqrt(s + eps); s = s * g_square_momentum + g * g`
 //! * Adagrad by row: the same with one `s` per row, to which `sum(g * g) / dim` is added. Element `i` belongs to
-//!   partial sum `i % 16`; the 16 partial sums are folded in halves
+//!   partial sum `i % 16`. The 16 partial sums are folded in halves
 //! * Adam: `g += wd * w; m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);`
 //!   `w -= (a * m) / (sqrt(v * b) + eps)` where `a = lr / (1 - beta1^t)` and `b = 1 / (1 - beta2^t)` are
 //!   computed in f64 and rounded once
@@ -24,7 +24,7 @@ use crate::simd::{LANES, Lanes};
 
 /// Updates one row.
 pub(crate) trait RowRule: Copy {
-    /// `weights` and `gradient` have the same length; the length of `state` is [`Optimizer::state_len`].
+    /// `weights` and `gradient` have the same length. The length of `state` is [`Optimizer::state_len`].
     fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
 
     /// The weight decay.
@@ -323,9 +323,9 @@ fn mean_square<L: Lanes>(weights: &[f32], gradient: &[f32], decay: f32) -> f32 {
 /// Adam with bias correction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Adam {
-    /// `a` in the formula.
+    /// `a` in the formula of Adam.
     rate: f32,
-    /// `b` in the formula.
+    /// `b` in the formula of Adam.
     scale: f32,
     beta1: f32,
     beta2: f32,

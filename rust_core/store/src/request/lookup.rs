@@ -177,8 +177,8 @@ impl Output for InOrder<'_> {
     }
 }
 
-/// A destination of the shape `[samples, dim]`: for each sample, the row of its id. If the request is divided, no sample
-/// occurs twice.
+/// A destination of the shape `[samples, dim]`, which receives the row of its id for each sample. If the
+/// request is divided, no sample occurs twice.
 struct BySample<'a> {
     csr: Csr<'a>,
     out: &'a SharedRows<'a>,
@@ -189,7 +189,8 @@ impl Output for BySample<'_> {
     #[allow(unsafe_code)]
     fn write<L: Lanes>(&self, at: usize, row: impl StoredRow) {
         for sample in self.csr.of(at) {
-            // SAFETY: as above; and if several threads write, no sample occurs twice.
+            // SAFETY: a position belongs to one shard, and a shard to one part of the request. If several
+            // threads write, no sample occurs twice.
             row.write::<L>(unsafe { self.out.row(*sample as usize) });
         }
     }

@@ -1,4 +1,4 @@
-//! The path of a request: it is checked, its token is claimed, and it is applied batch by batch.
+//! The path of a request. The request is checked, its token is claimed, and it is applied batch by batch.
 
 pub(crate) mod check;
 pub(crate) mod lookup;

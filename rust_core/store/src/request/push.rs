@@ -84,8 +84,8 @@ impl CheckedPush<'_> {
         let of_parts = threads.map(self.asked(), |within| self.apply_in(shards, &within, found));
         let mut sum = PushReport { rows_pushed: self.asked() as u64, rows_expired, ..PushReport::default() };
         let mut failed = None;
-        // Add them pass by pass and table by table, so that the first row of a report is the same for every number of
-        // parts.
+        // Add the outcomes pass by pass and table by table, so that the first row of a report is the same for
+        // every number of parts.
         let mut of_parts: Vec<_> = of_parts.into_iter().map(Vec::into_iter).collect();
         for _ in 0..PASSES.len() * self.tables.len() {
             for outcome in of_parts.iter_mut().filter_map(Iterator::next) {
@@ -180,7 +180,7 @@ struct PartPush<'a> {
     index: usize,
     /// The shards in which it is applied.
     within: &'a Range<usize>,
-    /// The row indices of all ids of the part; after the first pass, [`NO_ROW`] for ids without a row.
+    /// The row indices of all ids of the part. After the first pass, ids without a row have [`NO_ROW`].
     found: TableRows<'a>,
     /// Memory for a gradient and for the f32 weights of a 16-bit row: `2 * dim` floats.
     scratch: &'a mut [f32],
@@ -297,7 +297,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
     }
 }
 
-/// The update of one row. Pushes change existing rows only here.
+/// The update of one row. Pushes change existing rows only through this type.
 struct RowPush<'a> {
     table: &'a mut ShardTable,
     row_index: u32,

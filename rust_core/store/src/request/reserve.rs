@@ -15,9 +15,9 @@ use crate::shard::{NO_ROW, Shard, no_memory};
 use crate::simd::{Lanes, SimdLoop};
 
 impl CheckedPush<'_> {
-    /// Find the row indices of all ids and reserve memory for the missing rows, so that [`Self::apply`] needs
-    /// no memory, unless another push uses it before. No row changes. `found` contains the row indices of the
-    /// look-up, or is empty.
+    /// Find the row indices of all ids and reserve memory for the missing rows. [`Self::apply`] then needs no
+    /// memory, unless another push uses the reserved memory first. No row changes. `found` contains the row
+    /// indices of the look-up, or is empty.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -27,8 +27,8 @@ impl CheckedPush<'_> {
         threads: &RequestThreads,
         found: &mut LookupRows,
     ) -> Result<(), TablesError> {
-        // A push has the same parts as its look-up, so either all row indices are cached or all must be
-        // searched.
+        // The cached row indices are used only if every part has as many ids as in the look-up. Otherwise all
+        // row indices are searched.
         let cached =
             found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
         if !cached {

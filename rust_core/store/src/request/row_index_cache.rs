@@ -79,7 +79,8 @@ impl TableRows<'_> {
         }
     }
 
-    /// Whether a row that was found in a shard may have left it since, or none was looked for there.
+    /// Whether a row that was found in a shard may have left the shard since, or no row was searched for
+    /// there.
     #[inline(always)]
     pub(super) fn is_stale(&self, shard: usize, eviction_count: u64) -> bool {
         self.eviction_counts[shard].load(Ordering::Relaxed) != eviction_count
@@ -87,7 +88,8 @@ impl TableRows<'_> {
 }
 
 impl LookupRows {
-    /// Prepare for parts with these `(table, number of ids)`. Row indices are unspecified until written.
+    /// Prepare for parts that are given as `(table, number of ids)`. Row indices are unspecified until
+    /// written.
     pub(super) fn reset(&mut self, step: u32, parts: impl Iterator<Item = (usize, usize)>) {
         self.step = step;
         self.parts.clear();
@@ -151,7 +153,7 @@ impl RowIndexCache {
         is_new
     }
 
-    /// Remove and return the row indices of a look-up, if they are kept.
+    /// Remove and return the row indices of a look-up, if they are still kept.
     pub(crate) fn take(&self, token: Token) -> Option<LookupRows> {
         self.0.lock().by_rank.get_mut(&token.rank)?.remove(&token.seq)
     }

@@ -1,8 +1,8 @@
 //! [`ShardBatch`]: the ids of one table that are processed together, with their shards.
 //!
-//! Neighbouring shards are locked together, so that even a request with few ids per shard has many cache misses in
-//! flight. A request is processed table by table, not shard by shard, so that the vectors of a feature's samples stay
-//! in the core's private cache and few pages are in use at a time.
+//! Neighboring shards are locked together, so that even a request with few ids per shard has many cache
+//! misses in flight. A request is processed table by table, not shard by shard. The vectors of a feature's
+//! samples therefore stay in the core's private cache, and few pages are in use at a time.
 
 use std::ops::Range;
 
@@ -114,7 +114,7 @@ impl Prefetcher {
     }
 }
 
-/// The positions of the ids of the shards `within`, which are at least one.
+/// The positions of the ids of the shards `within`. The range has at least one shard.
 pub(super) fn positions(ids: &ShardedIds, within: &Range<usize>) -> Range<usize> {
     ids.range(within.start).start..ids.range(within.end - 1).end
 }

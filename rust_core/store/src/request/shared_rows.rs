@@ -12,13 +12,14 @@ pub(super) struct SharedRows<'a> {
     buffer: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: this value stands for a `&mut [f32]`, which may be sent; rows are floats without references.
+// SAFETY: this value stands for a `&mut [f32]`, which may be sent. Rows are floats without references.
 unsafe impl Send for SharedRows<'_> {}
-// SAFETY: a shared reference gives access to a row only by `row`, whose callers ensure that no two use one row.
+// SAFETY: a shared reference gives access to a row only through [`Self::row`], whose callers ensure that no
+// two of them use the same row.
 unsafe impl Sync for SharedRows<'_> {}
 
 impl<'a> SharedRows<'a> {
-    /// The rows of a buffer; floats after the last whole row are not used.
+    /// The rows of a buffer. Floats after the last whole row are not used.
     pub(super) fn new(buffer: &'a mut [f32], dim: usize) -> Self {
         Self { start: buffer.as_mut_ptr(), rows: buffer.len() / dim, dim, buffer: PhantomData }
     }
@@ -34,7 +35,7 @@ impl<'a> SharedRows<'a> {
     #[allow(clippy::mut_from_ref, reason = "each row is used by one caller")]
     pub(super) unsafe fn row(&self, at: usize) -> &mut [f32] {
         assert!(at < self.rows, "row {at} of {}", self.rows);
-        // SAFETY: the row is within the buffer, which outlives `self`; the caller ensures that it is not shared.
+        // SAFETY: the row is within the buffer, which outlives `self`. The caller ensures exclusive use.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at * self.dim), self.dim) }
     }
 }
@@ -60,7 +61,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "row 2 of 2")]
     fn a_row_outside_of_the_buffer_is_refused() {
-        // SAFETY: there is no other caller.
+        // SAFETY: nothing else uses the row.
         unsafe { SharedRows::new(&mut [0.0; 7], 3).row(2) };
     }
 }

@@ -34,7 +34,7 @@ pub(crate) struct RequestThreads {
 }
 
 impl RequestThreads {
-    /// Start the threads; with 1, callers execute their requests alone.
+    /// Start the threads. If `threads` is 1, none is started and callers execute their requests alone.
     ///
     /// # Errors
     /// `Io` if the operating system refuses a thread.
@@ -57,8 +57,8 @@ impl RequestThreads {
         (ids / MIN_IDS).min(most).min(self.shards.len()).max(1)
     }
 
-    /// Call `work` for each part of a request with this number of ids. A part is a range of shards; the parts contain
-    /// every shard of the store once. Returns the results in the order of shards.
+    /// Call `work` for each part of a request with this number of ids. A part is a range of shards. Together,
+    /// the parts contain every shard of the store once. Returns the results in the order of shards.
     pub(crate) fn map<T: Send>(&self, ids: usize, work: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {
         let parts = self.parts(ids);
         let Range { start, end } = self.shards;

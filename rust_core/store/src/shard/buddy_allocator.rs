@@ -1,9 +1,10 @@
 //! [`BuddyAllocator`]: the free blocks of the chunks that all tables share.
 //!
-//! The size of a free block is a power of two, in units of [`GRAIN`], and its address is a multiple of its size. A
-//! block merges with its neighbour of the same size when both are free. All shards of a table grow at about the same
-//! time, so one shard reuses the blocks that another has freed, and little memory stays unused. The allocator never
-//! requests memory itself: its owner adds chunks, and removes chunks that are completely free.
+//! The size of a free block is a power of two, in units of [`GRAIN`], and its address is a multiple of its
+//! size. A block merges with its neighbor of the same size when both are free. All shards of a table grow at
+//! about the same time, so one shard reuses the blocks that another has freed, and little memory stays
+//! unused. The allocator never requests memory itself: its owner adds chunks, and removes chunks that are
+//! completely free.
 
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
@@ -86,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// An address without memory behind it, because the allocator must not access it.
+    /// An address at which there is no memory, because the allocator must not access it.
     fn chunk(number: usize) -> NonNull<u8> {
         NonNull::new(std::ptr::without_provenance_mut((number + 1) * CHUNK)).unwrap()
     }

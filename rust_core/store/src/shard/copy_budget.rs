@@ -61,7 +61,7 @@ mod tests {
         budget.charge(50);
         std::thread::scope(|threads| {
             let waiting = threads.spawn(|| budget.wait(LONG));
-            budget.release(49); // still 100
+            budget.release(49); // 100 bytes are still in use
             while !waiting.is_finished() && start.elapsed() < Duration::from_millis(200) {
                 std::thread::yield_now();
             }

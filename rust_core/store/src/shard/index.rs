@@ -1,7 +1,7 @@
 //! [`Index`]: a hash table from ids to row indices, in buckets of one cache line.
 //!
 //! A bucket holds up to five ids with their row indices. An id is in its home bucket or, if that was full, in
-//! one of the following buckets. Each bucket counts the ids that *passed* it because it was full; a search
+//! one of the following buckets. Each bucket counts the ids that *passed* it because it was full. A search
 //! ends at the first bucket with a count of 0. Insertions increment the counts and removals decrement them,
 //! so searches do not slow down as rows are evicted.
 
@@ -17,12 +17,13 @@ pub(crate) const NO_ROW: u32 = u32::MAX;
 const WIDTH: usize = 5;
 /// The minimum number of buckets of a non-empty index.
 const MIN_BUCKETS: usize = 8;
-/// The number of buckets from which an index grows by an eighth instead of doubling, so that an id costs at most 22
-/// bytes. (An id is then moved eight times on average, but sequentially, which is cheap.)
+/// The number of buckets from which an index grows by an eighth instead of doubling, so that an id costs at
+/// most 22 bytes. On average, an id is then moved eight times. Moves are sequential and therefore cheap.
 const GENTLE_FROM: usize = 256;
 
-/// Words 0 to 4 are ids. They are followed by five row indices of 32 bits, the number of ids (3 bits) and the number
-/// of ids that passed (29 bits). The bucket is one array of words, so that one vector comparison covers all ids.
+/// A bucket. Words 0 to 4 are ids. They are followed by five row indices of 32 bits, the number of ids (3
+/// bits) and the number of ids that passed the bucket (29 bits). The bucket is one array of words, so that
+/// one vector comparison covers all ids.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Bucket([u64; 8]);

@@ -4,7 +4,7 @@
 //!
 //! * [`table`]: the rows of one table; [`row`]: how a row is stored
 //! * [`index`]: maps ids to row indices
-//! * [`region`]: growable arrays; [`buddy_allocator`]: the memory of small ones
+//! * [`region`]: growable arrays; [`buddy_allocator`]: the memory of small arrays
 //! * [`cow_snapshot`]: the rows at one point in time; [`copy_budget`]: the limit for copies of rows
 //! * [`export`]: rows on their way to a checkpoint
 

@@ -1,4 +1,4 @@
-//! [`Region`]: a growable array of zeros. A large one uses physical memory only where it has been written.
+//! [`Region`]: a growable array of zeros. A large region uses physical memory only where it has been written.
 //!
 //! Each table has regions for rows, ids, recency and its indexes in every shard, so hundreds of thousands of regions
 //! may exist. Small regions are blocks of one [`BuddyAllocator`] on huge pages, so that the translation look-aside
@@ -85,7 +85,7 @@ impl<T: Plain> Region<T> {
         Ok(Self { start, bytes, elements: PhantomData })
     }
 
-    /// Grow to at least `len` elements; new elements are zero. A block is resident as a whole, so it grows by
+    /// Grow to at least `len` elements. New elements are zero. A block is resident as a whole, so it grows by
     /// an eighth to a quarter. Only the written pages of a mapping are resident, so it doubles.
     pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
         let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
@@ -116,7 +116,7 @@ impl<T: Plain> Region<T> {
         if self.bytes > BLOCK_MAX && full > 0 {
             advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
             for page in 0..full {
-                // Allocate the page by a write that does not change the content; a read would map the shared page of
+                // Allocate the page by a write that does not change the content. A read would map the shared page of
                 // zeros. SAFETY: the address is inside the mapping, which only `self` owns.
                 let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(page * HUGE_PAGE)) };
                 byte.fetch_or(0, Ordering::Relaxed);
@@ -145,7 +145,7 @@ impl<T: Plain> Region<T> {
     fn collapse(&self, offset: usize, bytes: usize) {
         debug_assert!(offset + bytes <= self.bytes);
         advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
-        // SAFETY: the range is inside this mapping; the call changes page sizes but never the content.
+        // SAFETY: the range is inside this mapping. The call changes page sizes but never the content.
         let collapsed =
             unsafe { libc::madvise(self.start.as_ptr().add(offset).cast(), bytes, libc::MADV_COLLAPSE) };
         // Kernels before 6.1 collapse pages only in the background, and only while the advice is set.

@@ -1,7 +1,7 @@
 //! [`Layout`]: how a table's rows are stored, and how their weights are read and written.
 //!
 //! A row is `[weights | optimizer state]` in words of 32 bits. An f32 weight occupies one word. Two 16-bit weights
-//! share a word; if the number of weights is odd, half of the last word is unused. The state is always f32.
+//! share a word. If the number of weights is odd, half of the last word is unused. The state is always f32.
 
 use persia_kernels::copy;
 use persia_kernels::half::{Bf16, F16, narrow, round_stochastic, widen};

@@ -1,6 +1,6 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! Each row has an index in its table. The row starts at word `row_index * stride` of one region; ids and recency are
+//! Each row has an index in its table. The row starts at word `row_index * stride` of one region. Ids and recency are
 //! in separate regions. A row therefore occupies as few cache lines as possible, and a cache line contains the recency
 //! of sixteen rows.
 
@@ -279,7 +279,7 @@ impl ShardTable {
             .then(|| Box::new(CowSnapshot::begin(self.layout, self.len, last_used, budget)));
     }
 
-    /// Release the snapshot, if any. Drop the result outside the lock: it may be large.
+    /// Release the snapshot, if any. Drop the result after the lock is released, because it may be large.
     pub(crate) fn end_snapshot(&mut self) -> Option<Box<CowSnapshot>> {
         self.snapshot.take()
     }

@@ -136,7 +136,7 @@ proptest! {
         let mut random = seed | 1;
         for _ in 0..6 * LIMIT {
             random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-            // Half of the pushes are of one of a few ids.
+            // Half of the pushes contain one of 128 ids, the others one of 4,096 ids.
             let id = if random >> 63 == 1 { random >> 40 & 0x7F } else { random >> 40 & 0xFFF };
             let admitted = shard.count(0, id, min_count).unwrap();
             if min_count > 1 {

@@ -85,8 +85,7 @@ mod tests {
 
     use super::*;
 
-    /// Another run may have begun while the last file was written and dropped rows that the files should
-    /// contain.
+    /// While the last file is written, another run may begin and drop rows that the files should contain.
     #[test]
     fn a_snapshot_that_is_not_accepted_leaves_no_file() {
         let dir = tempfile::tempdir().unwrap();

@@ -55,7 +55,7 @@ pub(crate) fn write_shard_snapshot(
     })?;
     for (table, _) in &held {
         let snapshot = shard.lock().tables[*table].end_snapshot();
-        drop(snapshot); // without the lock
+        drop(snapshot); // after the lock is released, because this may take long
     }
     Ok(Some((file, held.into_iter().map(|(table, rows)| (table, rows.len())).collect())))
 }

@@ -24,7 +24,7 @@ struct State {
 }
 
 impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
-    /// Create a throttle. `trained` returns a number that grows with training; while it returns None, there
+    /// Create a throttle. `trained` returns a number that grows with training. While it returns None, there
     /// are no pauses.
     pub(super) fn new(threads: usize, trained: T) -> Self {
         let state = State { trained: trained(), progress: None, is_lifted: false };

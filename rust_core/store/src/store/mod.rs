@@ -51,7 +51,7 @@ pub struct StoreOptions {
     pub request_threads: usize,
     /// The number of threads that write or read a snapshot, at least 1.
     pub snapshot_threads: usize,
-    /// The virtual shards that the store holds. Requests with ids of other shards are refused; files of other
+    /// The virtual shards that the store holds. Requests with ids of other shards are refused, and files of other
     /// shards are skipped.
     pub shards: Range<usize>,
     /// The limit, in bytes, for copies of rows that change before the snapshot is written. Pushes wait once
@@ -90,7 +90,7 @@ impl Default for StoreOptions {
 ///   If another push takes the memory in between, the rest of the push is applied, and the token counts as
 ///   applied. In both cases the error names the table.
 /// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new
-///   ones; reading statistics does not. Requests continue while a snapshot is written; rows are copied before
+///   ones. Reading statistics does not. Requests continue while a snapshot is written. Rows are copied before
 ///   they change. An operation that replaces or drops all rows waits for the end of a snapshot. If the
 ///   snapshot's [transfer is cancelled](Self::cancel_transfers), the snapshot ends soon, and a fresh run does
 ///   not wait for it.

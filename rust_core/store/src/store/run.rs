@@ -90,7 +90,7 @@ impl Store {
     }
 }
 
-/// Check every setting of `run`, and that it is newer than the `active` run.
+/// Check every setting of `run`, and that `run` is newer than the `active` run.
 fn check_run(active: Option<&ActiveRun>, run: &Run, schema: &Schema) -> Result<ActiveRun, TablesError> {
     let current = active.map_or(0, |active| active.generation);
     if run.generation <= current {

@@ -197,7 +197,7 @@ impl Store {
         for shard in &self.shards {
             for table in 0..self.schema.tables.len() {
                 let snapshot = shard.lock().tables[table].end_snapshot();
-                drop(snapshot); // without the lock
+                drop(snapshot); // after the lock is released, because this may take long
             }
         }
     }

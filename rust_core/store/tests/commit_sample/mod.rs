@@ -38,7 +38,7 @@ pub(crate) fn table(
     }
 }
 
-/// The shards of a step. Two shards are the same at every step; the third differs.
+/// The shards of a step. Two shards are the same at every step. The third differs.
 pub(crate) fn shards(step: u64) -> Vec<ShardRows> {
     [3, 10 + (step % 5) as usize, 200]
         .into_iter()

@@ -1,5 +1,6 @@
-//! Compares eviction, admission by count and time to live together with a simulation of the same policy: reports, hit
-//! rates and rows must be equal. `examples/soak_store` runs the same comparison for any length of time.
+//! Compares the store's eviction, admission by count and time to live, in combination, with a simulation of
+//! the same policy. Reports, hit rates and rows must be equal. `examples/soak_store` runs the same comparison
+//! for any length of time.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

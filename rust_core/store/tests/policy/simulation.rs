@@ -35,7 +35,7 @@ impl Simulation {
         Self { policy, budget: policy.capacity.div_ceil(VIRTUAL_SHARDS), shards }
     }
 
-    /// A training look-up. Returns the report and the values read; new rows read as zeros.
+    /// A training look-up. Returns the report and the values read. New rows read as zeros.
     pub(crate) fn lookup(&self, step: u32, ids: &ShardedIds) -> (LookupReport, Vec<f32>) {
         let oldest = step.saturating_sub(self.policy.ttl);
         let (mut report, mut values) = (LookupReport::default(), vec![0.0; ids.len()]);
@@ -151,7 +151,7 @@ impl Shard {
 pub(crate) struct Traffic {
     /// The number of distinct ids at a time.
     pub(crate) ids: u64,
-    /// The number of draws per request; equal draws count once.
+    /// The number of draws per request. Equal draws count once.
     pub(crate) batch: usize,
     /// The number of ids that are replaced by new ids at each step.
     pub(crate) drift: u64,

@@ -13,7 +13,7 @@ use crate::schema::{HashStack, Pooling, Schema};
 
 /// The default number of id bits that PersiaML uses for the feature group.
 const DEFAULT_PREFIX_BITS: u64 = 8;
-/// The maximum number of prefix bits; at least one bit must be left for the id.
+/// The maximum number of prefix bits. At least one bit must be left for the id.
 const MAX_PREFIX_BITS: u64 = 63;
 /// PersiaML's default.
 const DEFAULT_SAMPLE_FIXED_SIZE: u32 = 10;
@@ -61,7 +61,7 @@ fn read(reader: &mut Reader, root: &Node) -> EmbeddingConfig {
     let root = reader.section(root, "", ROOT_KEYS);
     let given = root.get("feature_index_prefix_bit");
     let found = reader.integer(&root, "feature_index_prefix_bit", 0..=MAX_PREFIX_BITS);
-    // A wrong number is reported already, so the number of tables is not compared with it.
+    // An invalid number has been reported, so the number of tables is not compared with it.
     let bits = found.unwrap_or(if given.is_some() { 0 } else { DEFAULT_PREFIX_BITS });
     let slots = if whole { read_slots(reader, &root) } else { Vec::new() };
     let mut groups = GroupReader::new(reader, &slots);

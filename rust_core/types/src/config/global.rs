@@ -11,9 +11,9 @@ use crate::id::VIRTUAL_SHARDS;
 use crate::limits::MAX_ROWS_PER_SLAB;
 use crate::schema::Dtype;
 
-/// The largest number of threads that write and read a checkpoint; more would only wait for the disk.
+/// The largest number of threads that write and read a checkpoint. More threads would only wait for the disk.
 const MAX_WORKERS: u64 = 256;
-/// The largest number of threads that execute a request; a shard is locked by one of them.
+/// The largest number of threads that execute a request. Each shard is locked by one of them.
 const MAX_REQUEST_THREADS: u64 = 64;
 const MAX_COPY_BYTES: u64 = i64::MAX as u64;
 const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;

@@ -70,8 +70,8 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Assign the slot that `node` names to `group`. Returns the slot; None if it does not exist, which is
-    /// recorded as an error.
+    /// Assign the slot that `node` names to `group`. Returns the slot. If it does not exist, records an error and
+    /// returns None.
     fn member(&mut self, node: &Node, path: &str, group: usize) -> Option<usize> {
         let Value::Scalar { text, .. } = &node.value else {
             let message = format!("found {}, allowed: names of slots", node.found());
@@ -130,8 +130,8 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Check that two slots of a group have the same hash stack, or both have none. Buckets are numbered from
-    /// 0, so buckets of another stack, or plain ids, would share their rows.
+    /// Check that two slots of a group have the same hash stack, or both have none. Buckets are numbered from 0, so
+    /// they would share rows with the buckets of another stack, and with plain ids.
     fn check_hash_stack(&mut self, one: usize, other: usize, place: Place, path: &str) {
         let (one, other) = (&self.slots[one], &self.slots[other]);
         if one.hash_stack != other.hash_stack {

@@ -1,4 +1,5 @@
-//! PersiaML settings that this version does not support yet. The commit that adds a feature removes its line.
+//! PersiaML settings that this version does not support yet. Remove the line of a setting when the version
+//! supports it.
 
 use super::tree::{Node, Value};
 

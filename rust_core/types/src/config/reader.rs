@@ -71,8 +71,8 @@ impl Reader {
         self.errors.len()
     }
 
-    /// Read `node` as a mapping with any keys. The result is empty for null, and for any other value that is
-    /// not a mapping, which is recorded as an error.
+    /// Read `node` as a mapping with any keys. The result is empty for null. It is also empty for any other value
+    /// that is not a mapping, and an error is recorded.
     pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
         let Value::Mapping(entries) = &node.value else {
             if !node.is_mapping() {
@@ -111,8 +111,8 @@ impl Reader {
         section
     }
 
-    /// The section under the last key of `path`; empty if the key is missing, or its value is not a mapping,
-    /// which is recorded as an error.
+    /// The section under the last key of `path`. It is empty if the key is missing. It is also empty if its value is
+    /// not a mapping, and an error is recorded.
     pub(super) fn child<'a>(&mut self, parent: &Section<'a>, path: &str, known: &[&str]) -> Section<'a> {
         match parent.get(last(path)) {
             Some(node) => self.section(node, path, known),
@@ -120,8 +120,8 @@ impl Reader {
         }
     }
 
-    /// The integer under the last key of `path`. None if the key is missing, or its value is not such a
-    /// number in `range`, which is recorded as an error.
+    /// The integer under the last key of `path`. None if the key is missing. If its value is not an integer in
+    /// `range`, records an error and returns None.
     pub(super) fn integer(
         &mut self,
         section: &Section<'_>,
@@ -146,8 +146,8 @@ impl Reader {
         allowed
     }
 
-    /// The number under the last key of `path`. None if the key is missing, or its value is not such a number
-    /// in `range`, which is recorded as an error.
+    /// The number under the last key of `path`. None if the key is missing. If its value is not a number in `range`,
+    /// records an error and returns None.
     pub(super) fn number(
         &mut self,
         section: &Section<'_>,
@@ -165,7 +165,7 @@ impl Reader {
     }
 
     /// Read the mapping `node`. Its key `name` selects one of `kinds`, which lists the other keys of each kind.
-    /// Returns the kind and the section; None if there is no such kind, which is recorded as an error.
+    /// Returns the kind and the section. If there is no such kind, records an error and returns None.
     pub(super) fn named<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -175,8 +175,8 @@ impl Reader {
         self.tagged(node, path, "name", kinds)
     }
 
-    /// Read the mapping `node`. Its key `tag` selects one of `kinds`, which lists the other keys of each kind. Returns
-    /// the kind and the section; None if there is no such kind, which is recorded as an error.
+    /// Read the mapping `node`. Its key `tag` selects one of `kinds`, which lists the other keys of each kind.
+    /// Returns the kind and the section. If there is no such kind, records an error and returns None.
     pub(super) fn tagged<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -208,8 +208,8 @@ impl Reader {
         Some((*kind, self.section(node, path, &[&[tag][..], keys].concat())))
     }
 
-    /// The boolean under the last key of `path`. None if the key is missing, or its value is wrong, which is
-    /// recorded as an error.
+    /// The boolean under the last key of `path`. None if the key is missing. If its value is invalid, records an
+    /// error and returns None.
     pub(super) fn boolean(&mut self, section: &Section<'_>, path: &str) -> Option<bool> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -222,8 +222,8 @@ impl Reader {
         }
     }
 
-    /// One of the words in `choices`, under the last key of `path`. None if the key is missing, or its value
-    /// is wrong, which is recorded as an error.
+    /// One of the words in `choices`, under the last key of `path`. None if the key is missing. If its value is
+    /// invalid, records an error and returns None.
     pub(super) fn choice<T: Copy>(
         &mut self,
         section: &Section<'_>,
@@ -241,9 +241,9 @@ impl Reader {
         None
     }
 
-    /// A name under the last key of `path`. None if the key is missing, or its value is not a string, which
-    /// is recorded as an error. A name that [`Self::check_name`] does not allow is recorded as an error, and
-    /// returned.
+    /// A name under the last key of `path`. None if the key is missing. If its value is not a string, records an
+    /// error and returns None. If [`Self::check_name`] does not allow the name, records an error and returns the
+    /// name.
     pub(super) fn name<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -258,8 +258,8 @@ impl Reader {
         }
     }
 
-    /// A string of at least one character, of any kind, under the last key of `path`. Quotes are not needed.
-    /// None if the key is missing, or its value is wrong, which is recorded as an error.
+    /// A string of at least one character, of any kind, under the last key of `path`. Quotes are not needed. None if
+    /// the key is missing. If its value is invalid, records an error and returns None.
     pub(super) fn text<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -271,8 +271,8 @@ impl Reader {
         }
     }
 
-    /// A list of strings under the last key of `path`. None if the key is missing, or its value is not such a
-    /// list, which is recorded as an error.
+    /// A list of strings under the last key of `path`. None if the key is missing. If its value is not a list of
+    /// strings, records an error and returns None.
     pub(super) fn texts(&mut self, section: &Section<'_>, path: &str) -> Option<Vec<String>> {
         let node = section.get(last(path))?;
         let Value::Sequence(items) = &node.value else {

@@ -59,7 +59,7 @@ pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &s
     let at = |key: &str| format!("{path}.{key}");
     let before = reader.error_count();
     let dtype = reader.choice(section, &at("dtype"), DTYPES);
-    // A wrong dtype is reported already, so the rounding is not compared with the default.
+    // An invalid dtype has been reported, so the rounding is not compared with the default.
     let wrong_dtype = dtype.is_none() && section.get("dtype").is_some();
     let mut settings = TableSettings {
         dtype: dtype.unwrap_or_default(),
@@ -268,8 +268,8 @@ impl Entry<'_> {
         Some(Admission { probability: probability?, min_count: min_count? })
     }
 
-    /// The number under `key`, or `default` if the key is missing. None if its value is wrong, which is
-    /// recorded as an error.
+    /// The number under `key`, or `default` if the key is missing. If its value is invalid, records an error and
+    /// returns None.
     fn number(
         &mut self,
         section: &Section<'_>,
@@ -283,8 +283,7 @@ impl Entry<'_> {
         }
     }
 
-    /// The number under `key`, which has no default. None if it is missing or wrong, which is recorded as an
-    /// error.
+    /// The number under `key`, which has no default. If it is missing or invalid, records an error and returns None.
     fn required(&mut self, section: &Section<'_>, key: &str, range: RangeInclusive<f32>) -> Option<f32> {
         let path = format!("{}.{key}", self.path);
         if section.get(key).is_none() {

@@ -25,7 +25,7 @@ impl Caller {
             })
             .await;
         match begun {
-            // The run may have begun before the connection failed; a repeated begin of the same generation is
+            // The run may have begun although the reply was lost. A repeated begin of this generation is then
             // refused.
             Err(error @ TablesError::BadRun { .. }) if lost_a_reply => {
                 self.check_begun(run.generation, error).await?;

@@ -100,7 +100,7 @@ pub(super) struct Caller {
     pool: Pool,
     /// The run in progress, if any.
     fence: Mutex<Option<Fence>>,
-    /// Whether this process only reads rows of that run, so that an outage loses nothing.
+    /// Whether this process only reads rows of the run in progress, so that an outage loses nothing.
     observes: AtomicBool,
     /// The time of the last log line about a server that recovers from its log.
     reminded: Mutex<Option<Instant>>,
@@ -232,7 +232,7 @@ impl Caller {
             attempts += 1;
             let pause = backoff::pause(attempts);
             if start.elapsed() + pause >= timeouts.total {
-                // Progress resets the number of attempts.
+                // A server that makes progress resets `attempts`.
                 let stalled = timeouts.patient && attempts > 1;
                 return Err(self.judge(given_up(error, what, attempts, start.elapsed()), stalled));
             }
@@ -250,9 +250,9 @@ impl Caller {
         }
     }
 
-    /// Translate an error. Before a run, [`FORGOTTEN`] becomes [`TablesError::NotBegun`]. Once a run has
-    /// begun, `NotBegun` becomes [`TablesError::Lost`], and so does an outage, unless this process only
-    /// observes the run. `stalled` is whether a server that recovers made no progress between two attempts.
+    /// Translate an error. Before a run, [`FORGOTTEN`] becomes [`TablesError::NotBegun`]. Once a run has begun,
+    /// `NotBegun` becomes [`TablesError::Lost`]. An outage also becomes `Lost`, unless this process only observes the
+    /// run. `stalled` is true if a recovering server made no progress between two attempts.
     fn judge(&self, error: TablesError, stalled: bool) -> TablesError {
         if self.fence.lock().is_none() {
             let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
@@ -276,7 +276,7 @@ impl Caller {
     }
 }
 
-/// A message whose receiver gives up slightly after `limit`.
+/// A request that its receiver cancels slightly after `limit`.
 pub(super) fn with_deadline<T>(limit: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
     // The timeout is slightly longer than the wait of `within`, because tonic's timeout error does not state

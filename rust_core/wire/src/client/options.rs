@@ -54,8 +54,8 @@ pub struct ClientOptions {
     pub admin_timeout: Duration,
     /// The format of rows and gradients on the wire.
     pub wire_dtype: Dtype,
-    /// The servers' `PERSIA_CKPT_DIR`: a directory or a URL. Checkpoints are below it. Unless it is a URL,
-    /// they may also be at any URL.
+    /// The servers' `PERSIA_CKPT_DIR`: a directory or a URL. Checkpoints are below this directory or URL. If it is a
+    /// directory, they may also be at any URL.
     pub checkpoint_root: Option<PathBuf>,
 }
 

@@ -23,7 +23,7 @@ use crate::trace;
 
 impl Caller {
     /// The part for a table. It has gradients of samples if the peer is a middleware, which sums them, and if
-    /// these take fewer bytes than gradients of ids.
+    /// they take fewer bytes than gradients of ids.
     fn push_part(&self, table: &TableGradients<'_>) -> Result<Part, TablesError> {
         let (ids, dtype) = (table.ids, self.options.wire_dtype);
         let dim = match &table.gradients {

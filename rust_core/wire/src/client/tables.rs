@@ -115,7 +115,7 @@ impl WireTables {
         self.caller.enter(job, generation);
     }
 
-    /// Read rows of a run that another process trains. An outage of the servers then loses nothing.
+    /// Read rows of a run that another process trains. An outage of the servers is then not reported as `Lost`.
     pub fn observe(&self, job: &str, generation: u64) {
         self.caller.observe(job, generation);
     }

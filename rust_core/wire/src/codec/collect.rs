@@ -9,8 +9,8 @@ use super::parts::Part;
 use super::samples::RequestKind;
 use crate::proto::Chunk;
 
-/// The number of bytes allocated for announced values before they arrive. Once more bytes of a part have arrived, as
-/// many bytes as have arrived are allocated instead.
+/// The number of bytes by which the memory of a part grows before its announced values arrive. Once more bytes than
+/// this have arrived, the memory doubles instead.
 const ALLOCATE_AHEAD: usize = 4 << 20;
 
 /// A value that is read from chunks: an id, a word, or a float of a gradient.

@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(sent(Dtype::Bf16, &[f32::MAX, -f32::MAX]), [3.3895314e38, -3.3895314e38]);
     }
 
-    /// The row of such a gradient must be skipped in every format.
+    /// The row of a gradient with a huge number must be skipped in every format.
     #[test]
     fn a_huge_number_does_not_become_an_acceptable_one() {
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {

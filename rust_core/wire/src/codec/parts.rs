@@ -13,7 +13,7 @@ use crate::proto::{self, Chunk, TablePart};
 /// their limits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// The index into the schema's tables. The holder of the rows checks it.
+    /// The index into the schema's tables. The process that holds the rows checks it.
     pub table: usize,
     /// The format of rows and gradients. The dimension is 0 only if there are no ids.
     pub format: RowFormat,

@@ -157,7 +157,7 @@ pub fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError>
 /// Receive a look-up that is sent to an embedding server.
 ///
 /// # Errors
-/// A status with the problem.
+/// A status that states the problem.
 pub async fn lookup(
     stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
 ) -> Result<ReceivedLookup, Status> {
@@ -169,7 +169,7 @@ pub async fn lookup(
 /// Receive a look-up after its head, whose [parts](parts_of_rows) have been checked.
 ///
 /// # Errors
-/// A status with the problem.
+/// A status that states the problem.
 pub async fn lookup_after(
     head: proto::LookupHead,
     parts: Vec<Part>,
@@ -192,7 +192,7 @@ pub async fn lookup_after(
 /// Receive a push that is sent to an embedding server.
 ///
 /// # Errors
-/// A status with the problem.
+/// A status that states the problem.
 pub async fn push(
     stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
 ) -> Result<ReceivedPush, Status> {
@@ -204,7 +204,7 @@ pub async fn push(
 /// Receive a push after its head, whose [parts](parts_of_rows) have been checked.
 ///
 /// # Errors
-/// A status with the problem.
+/// A status that states the problem.
 pub async fn push_after(
     head: proto::PushHead,
     parts: Vec<Part>,

@@ -46,26 +46,26 @@ impl BlockingDiscovery {
         }
     }
 
-    /// As [`Discovery::wait_connected`].
+    /// Like [`Discovery::wait_connected`].
     ///
     /// # Errors
-    /// As [`Discovery::wait_connected`].
+    /// Those of [`Discovery::wait_connected`].
     pub fn wait_connected(&self, limit: Option<Duration>) -> Result<(), DiscoveryError> {
         self.wait(self.discovery.wait_connected(limit))
     }
 
-    /// As [`Discovery::announce`].
+    /// Like [`Discovery::announce`].
     ///
     /// # Errors
-    /// As [`Discovery::announce`].
+    /// Those of [`Discovery::announce`].
     pub fn announce(&self, announcement: Announcement) -> Result<Announced, DiscoveryError> {
         self.wait(self.discovery.announce(announcement))
     }
 
-    /// As [`Discovery::find`].
+    /// Like [`Discovery::find`].
     ///
     /// # Errors
-    /// As [`Discovery::find`].
+    /// Those of [`Discovery::find`].
     pub fn find(&self, service: Service, limit: Duration) -> Result<Vec<Peer>, DiscoveryError> {
         self.wait(self.discovery.find(service, limit))
     }

@@ -152,7 +152,7 @@ impl Discovery {
         }
     }
 
-    /// The error of an operation that needs the connection, and failed for this reason.
+    /// The error of an operation that needs the connection and failed for `reason`.
     pub(super) fn not_connected(&self, reason: &str) -> DiscoveryError {
         let url = self.connection.url.clone();
         match self.last_error() {
@@ -204,8 +204,8 @@ impl Discovery {
     }
 
     /// Find the job's processes of `service`, sorted by index. The search ends 150 ms after the last
-    /// response, and at the latest after `limit`, which includes the wait for the connection. It ends at once
-    /// if NATS knows no process of this service.
+    /// response, and at the latest after `limit`, which includes the wait for the connection. It ends
+    /// immediately if NATS knows no process of this service.
     ///
     /// # Errors
     /// `NotConnected`, `Refused`.

@@ -78,7 +78,8 @@ pub enum DiscoveryError {
     },
 }
 
-/// Why there is no connection: the error of the last attempt, if one has failed, and the time waited.
+/// The reason why there is no connection: the error of the last attempt, if one has failed, and the time
+/// waited.
 pub(crate) fn no_connection(what: Option<&str>, waited: Option<Duration>) -> String {
     let seconds = waited.map(|waited| format!("{:.1} s", waited.as_secs_f64()));
     match (what, seconds) {
@@ -89,7 +90,7 @@ pub(crate) fn no_connection(what: Option<&str>, waited: Option<Duration>) -> Str
     }
 }
 
-/// What to set instead of an interface without an address.
+/// The next step for messages about an interface that cannot be used: the variable to set.
 fn choice(there: &[String]) -> String {
     if there.is_empty() {
         return "no interface of this host has one: set PERSIA_ADVERTISE to the address of this host"

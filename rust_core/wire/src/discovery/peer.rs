@@ -79,16 +79,16 @@ pub struct Announcement {
     pub address: Option<Endpoint>,
     /// The `host:port` of its metrics; None if it serves none.
     pub metrics: Option<String>,
-    /// Further metadata, such as `store` and `build`. A name of other metadata, such as `job` or `pid`, has
-    /// no effect.
+    /// Further metadata, such as `store` and `build`. An entry with the name of other metadata, such as `job`
+    /// or `pid`, is ignored.
     pub more: BTreeMap<String, String>,
 }
 
 impl Announcement {
     pub(super) fn metadata(&self, job: &str) -> HashMap<String, String> {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        // The start time shows which of two processes with the same index is newer. The clocks of hosts may
-        // differ.
+        // The start time shows which of two processes with the same index is newer, as far as the clocks of
+        // their hosts agree.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let mut metadata: HashMap<String, String> = self.more.clone().into_iter().collect();
         let own = [

@@ -29,8 +29,8 @@ use crate::VERSION;
 const QUEUE: usize = 2048;
 /// The time limit for sending a batch.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time limits for sending the remaining spans at the end: if the collector accepted the last batch, and if it
-/// did not.
+/// The time limits for sending the remaining spans at the end. The first one applies if the collector accepted the
+/// last batch, and the second one if it did not.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 const LAST_TRY: Duration = Duration::from_secs(1);
 /// The number of times that the two clocks are read in order to relate them.
@@ -131,7 +131,7 @@ impl Exporter {
         let sender = match sender {
             Ok(sender) => sender,
             Err(error) => {
-                runtime.shutdown_background(); // dropping the runtime would block, which the caller may not be allowed to do
+                runtime.shutdown_background(); // dropping it would block the caller's thread
                 return Err(failed(error.to_string()));
             }
         };

@@ -6,7 +6,7 @@
 //! servers and middlewares record spans for requests with this header.
 //!
 //! * [`TraceSettings`]: the variables of OpenTelemetry
-//! * [`start`], [`stop`]: start and stop the exporter of this process; without an exporter, this module has no effect
+//! * [`start`], [`stop`]: start and stop the exporter of this process. Without an exporter, this module has no effect
 //! * [`RequestSpan`]: the spans of servers and middlewares
 //! * [`record_step`], and [`persia_types::trace`]: the spans of ranks
 

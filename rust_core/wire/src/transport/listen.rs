@@ -203,7 +203,7 @@ impl AsyncRead for Connection {
             self.read = self.read.saturating_add(buf.filled().len() - before);
             self.heard = Instant::now();
             if !self.peer.has_authenticated() {
-                self.check_deadline()?; // a connection that sends bytes all the time never waits for the timer
+                self.check_deadline()?; // a connection that sends bytes continuously never polls the timer
             }
             return polled;
         }

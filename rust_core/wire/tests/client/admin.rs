@@ -76,7 +76,7 @@ fn a_begin_whose_reply_was_lost_has_begun() {
     assert_eq!(running.mock.seen.lock().begun.len(), 1);
 }
 
-/// A second request could arrive after later pushes and drop their rows.
+/// A repeated request could arrive after later pushes and drop their rows.
 #[test]
 fn a_clear_or_a_restore_whose_reply_was_lost_is_not_repeated() {
     let lost = || TablesError::Unreachable { peer: "server 0".into(), what: "reset".into() };
@@ -91,7 +91,7 @@ fn a_clear_or_a_restore_whose_reply_was_lost_is_not_repeated() {
     assert_eq!(running.calls(), ["begin", "clear", "restore"]);
 }
 
-/// A server that restarted before the only attempt may make progress.
+/// The server may have restarted just before the only attempt, and may make progress.
 #[test]
 fn one_attempt_does_not_show_that_a_server_makes_no_progress() {
     let reads = || TablesError::Recovering { peer: "server 0 of 2".into(), done: 43, total: 100 };

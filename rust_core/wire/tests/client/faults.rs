@@ -42,7 +42,7 @@ fn a_malformed_reply_is_not_retried() {
 #[test]
 fn a_method_that_the_peer_does_not_have_is_named() {
     let running = start(&[]);
-    // The address of a middleware is given as that of a server.
+    // The client takes the middleware at this address for a server.
     let options = ClientOptions { service: Service::Server, ..running.options() };
     let client = WireTables::connect(options).unwrap();
     let asked = [

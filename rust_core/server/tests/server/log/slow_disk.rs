@@ -116,7 +116,7 @@ fn a_new_run_cancels_the_snapshot_of_the_one_before() {
             });
             begun.unwrap();
             train(&node, 2, 9).unwrap();
-            // Its files could mix with those of the next snapshot.
+            // The files of the first snapshot could mix with those of the next one.
             let early = node.prepare_snapshot(fence(2), 1).unwrap_err();
             assert!(early.to_string().contains("still being written"), "{early}");
             drop(stall);
@@ -209,7 +209,7 @@ fn a_cut_does_not_wait_for_the_disk_of_the_log() {
     let stall = Stall::of(data.path().join("journal"));
     let (cut, stall) = promptly("a cut", stall, || node.prepare_snapshot(fence(1), 1));
     cut.unwrap();
-    // Whether it succeeds or fails, it does not wait longer than the time limit for a turn.
+    // The request may succeed or fail, but it must not wait longer than the time limit for a turn.
     let (_, stall) = promptly("a request after it", stall, || train(&node, 1, 2));
     drop(stall);
     wait_until("the next request", || train(&node, 1, 3).is_ok());
@@ -218,7 +218,8 @@ fn a_cut_does_not_wait_for_the_disk_of_the_log() {
     assert_eq!(counters(&server(data.path(), checkpoints.path())), expected);
 }
 
-/// The power failed before the end of a segment was durable: the records of the next segment cannot be applied.
+/// The power failed before the end of a segment was durable. The records of the next segment therefore cannot be
+/// applied.
 #[test]
 fn records_behind_a_lost_end_are_dropped() {
     let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

@@ -98,7 +98,7 @@ impl Twins {
         let token = Token { job: JobId::from_name(JOB), generation: self.generation, rank: 0, seq };
         self.both("look-up", |node| look_up(node, token, seq, &parts));
         self.sent.push((token, parts));
-        // Pushes follow up to two steps later.
+        // A push follows its look-up up to two steps later.
         if self.sent.len() > 2 {
             self.push();
         }
@@ -117,7 +117,7 @@ impl Twins {
             0..24 => self.train(),
             24..30 => self.push(),
             30 => {
-                // This is refused, because steps begin at 1.
+                // The look-up is refused, because steps begin at 1.
                 let [with, without] =
                     self.nodes.each_ref().map(|node| look_up(node, token(0, 0), 0, &vec![]).is_err());
                 assert!(with && without);

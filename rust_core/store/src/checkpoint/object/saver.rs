@@ -15,8 +15,8 @@ use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::manifest::{self, FORMAT, Head, Manifest};
 use crate::checkpoint::names::{self, MANIFEST};
 
-/// The number of bits of a random revision. The bits above leave room to count up from it: a copy of the
-/// checkpoint in a folder can be saved over many times.
+/// The number of bits of a random revision. If the checkpoint is copied to a folder, each save into that
+/// folder increments the revision. The unused upper bits leave room for many such saves.
 const RANDOM_BITS: u32 = 52;
 
 /// The next step for a save that found a damaged manifest at its URL.
@@ -167,10 +167,11 @@ impl ObjectSaver {
         Err(CheckpointError::bad_save(&self.dir.url_of(MANIFEST), what))
     }
 
-    /// The files to delete after the commit: those of other attempts so far, and those of the replaced checkpoint. Call
-    /// this before the manifest is put. An attempt that has put a file by then began with an earlier manifest or none,
-    /// so it can no longer commit after this one. An attempt that begins with this manifest starts after the put, so
-    /// none of its files is listed. On a store without conditional puts, only one process saves at a time.
+    /// The files to delete after the commit: those of other attempts so far, and those of the replaced
+    /// checkpoint. Call this before the manifest is put. An attempt that has put a file by then began with an
+    /// earlier manifest or none, so its commit fails after the commit of this save. An attempt that begins
+    /// with this manifest starts after the put, so none of its files is listed. On a store without
+    /// conditional puts, only one process saves at a time.
     fn others(&self, manifest: &Manifest) -> Result<Vec<String>> {
         let staged = |name: &str| name.split_once('/').and_then(|(staging, _)| names::revision(staging));
         let listed = self.dir.list()?.into_iter().map(|object| object.name);

@@ -136,10 +136,12 @@ fn remove_files(dir: &Place, manifest: &Manifest) -> Result<()> {
     Ok(dir.delete(files)?)
 }
 
-/// Delete the files of saves below a place without a manifest, if all are older than the newest checkpoint. This
-/// assumes that one process saves below the parent, one save after another, so that the files of a save in progress are
-/// newer than the newest checkpoint. A second process would lose the files of its save in progress here if it put none
-/// while the first completed a checkpoint. Its commit then fails if it checks its files after the deletion.
+/// Delete the files of saves below a place without a manifest, if all are older than the newest checkpoint.
+///
+/// This assumes that one process saves below the parent, one save after another. The files of a save in
+/// progress are then newer than the newest checkpoint. If a second process saves, and puts no file while the
+/// first one completes a checkpoint, the files of the second one's save are deleted. The commit of that save
+/// then fails if it checks its files after the deletion.
 fn delete_unfinished(dir: &Place, newest_written: Option<i64>) -> Result<()> {
     let files = staged_files(dir)?;
     if newest_written.is_some_and(|newest| files.iter().all(|(_, written)| *written < newest)) {

@@ -183,7 +183,7 @@ fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), 
     Ok(())
 }
 
-/// Make `table` the table of `head`: empty, with capacity for its rows.
+/// Give `table` the name and sizes of `head`, empty it, and reserve capacity for its rows.
 fn prepare(table: &mut TableRows, head: &TableHead) {
     let TableHead { name, dim, state_len, rows, counted } = head;
     table.name.clone_from(name);

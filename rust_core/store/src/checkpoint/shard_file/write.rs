@@ -30,8 +30,8 @@ const MAX_BATCH_ROWS: usize = 1 << 16;
 const MAX_BATCH_BYTES: usize = 1 << 20;
 const WRITE_BUFFER: usize = 1 << 16;
 
-/// Write the rows of a shard to a new file in `dir`, a directory or a URL, and sync it. The caller syncs a
-/// directory.
+/// Write the rows of a shard to a new file in `dir`, a directory or a URL, and sync it. If `dir` is a
+/// directory, the caller syncs it.
 ///
 /// # Errors
 /// `BadShape` if [`ShardRows::check`] refuses the rows; `Io`, including if the file exists in a directory. At
@@ -52,9 +52,9 @@ pub(crate) struct Values {
     pub(crate) state: Vec<f32>,
 }
 
-/// Like [`write_shard`], for `rows` without weights and state. `values` returns the weights and state of a range of
-/// rows of a table; the ranges follow each other in order and cover each row once. If it returns an error, writing ends
-/// and the file is removed.
+/// Like [`write_shard`], for `rows` without weights and state. `values` returns the weights and state of a
+/// range of rows of a table. The ranges are consecutive and cover each row once. If `values` returns an
+/// error, writing ends and the file is removed.
 pub(crate) fn write_shard_of(
     dir: &Path,
     rows: &ShardRows,

@@ -47,7 +47,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
                 reader.error(place, &path, format!("`{part}` {problem}"));
             }
         }
-        // A part that is reported already may be a bag.
+        // A part for which an error has been reported may be a bag.
         let known = reader.error_count() == before;
         if let (true, 0, Some(node)) = (known, bags, entry.section.get("pooling")) {
             let message = "has no effect, because no part of this cross is a bag: remove it".into();

@@ -6,7 +6,7 @@ use crate::schema::{Schema, Slot, Table};
 
 impl FeaturesConfig {
     /// Parse the text of `file`, a `persia.yml`, and return the embedding configuration that its features imply.
-    /// Servers and middlewares, which do not transform data, need no more than that.
+    /// Servers and middlewares do not transform data, so they need only this configuration.
     ///
     /// # Errors
     /// All errors in the features and labels, except in the names of time zones.

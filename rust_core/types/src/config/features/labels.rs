@@ -47,7 +47,8 @@ fn read_label(reader: &mut Reader, name: &str, node: &Node, path: &str) -> Label
     Label { name: name.into(), line: 0, column, target, weight, loss }
 }
 
-/// A number without quotes is a number, `true` is 1, `false` is 0; anything else is a string.
+/// Read a target value. A number without quotes is a number, `true` is 1, and `false` is 0. Any other value
+/// is a string.
 fn equals_target(reader: &mut Reader, node: &Node, path: &str) -> Target {
     if let Some(number) = node.as_number() {
         return Target::EqualsNumber(number);

@@ -82,8 +82,9 @@ pub(super) fn read_dense(one: &mut FeatureReader<'_, '_>) -> Dense {
     Dense { column: one.column(), missing: missing(one), clip: clip(one), log1p, scaling }
 }
 
-/// Read `true` (fitted: `Some(None)`), a mapping with both numbers, or `false` or no value (None). None also
-/// if the value is anything else, which is recorded as an error.
+/// Read a pair of numbers: `Some(None)` for `true`, which means fitted values, and `Some` with both numbers
+/// for a mapping. Returns None for `false` and without a value. Any other value is recorded as an error, and
+/// also gives None.
 fn pair_or_fitted(one: &mut FeatureReader<'_, '_>, key: &str, keys: [&str; 2]) -> Option<Option<(f32, f32)>> {
     let node = one.section.get(key)?;
     match &node.value {

@@ -97,7 +97,7 @@ pub(super) fn read(reader: &mut Reader, root: &Node, is_time_zone: &dyn Fn(&str)
         Some(node) => read_features(reader, node, is_time_zone),
         None => Vec::new(),
     };
-    // A root that is not a mapping was already reported.
+    // If the root is not a mapping, an error has been reported.
     let labels = if root.is_mapping() { labels::read(reader, root) } else { Vec::new() };
     FeaturesConfig { features, labels }
 }

@@ -150,7 +150,7 @@ pub struct Sequence {
     pub last: u32,
 }
 
-/// A number that becomes the id of its interval, which is the number of boundaries below it.
+/// A number that becomes the id of its interval. The interval's number is the count of the boundaries below it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bucket {

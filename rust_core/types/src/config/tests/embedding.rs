@@ -306,7 +306,7 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
     let file = |slots: usize, bits: &str| {
         format!("{bits}\nslots_config:{}\nfeature_groups: {{g: [s0, s1]}}", many(slots))
     };
-    // There is a group of two slots, so there is one table fewer than slots.
+    // A group has two slots, so there is one table fewer than slots.
     EmbeddingConfig::parse(&file(256, ""), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 9"), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 0"), "f").unwrap();

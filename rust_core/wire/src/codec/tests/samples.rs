@@ -27,7 +27,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     builder.enable_all().start_paused(true).build().unwrap().block_on(future)
 }
 
-/// In `messages`, None is a message without words.
+/// Receive the lists of one part. In `messages`, None stands for a message without words.
 fn receive(
     kind: RequestKind,
     part: &Part,
@@ -98,8 +98,8 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
     let samples =
         |samples, indices| Samples { samples, indices, per_sample_weights: false, factors: true, scale: 1.0 };
     let format = |dim, dtype| RowFormat { dim, dtype };
-    // The bytes that are sent in addition to the ids, for 4,096 samples of 10 ids, of which 33,000 are
-    // unique.
+    // Compare the bytes that are sent in addition to the ids. There are 4,096 samples of 10 ids, and 33,000
+    // of the ids are unique.
     let many = samples(4096, 40_960);
     for (dim, dtype, times) in
         [(16, Dtype::F32, 3.6), (128, Dtype::F32, 6.6), (16, Dtype::F16, 1.8), (128, Dtype::Bf16, 5.0)]
