@@ -186,7 +186,8 @@ site: $(SITE) ## Build the documentation site into site/ (a warning is an error;
 	.venv-site/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --conf-dir docs --doctree-dir .venv-site/doctrees . site
 	$(PYTHON) tools/check_site.py site
 
-# IMAGES=0: without images. REHEARSE=1: from any sources, in dist/rehearsal; BORROW=.venv then tests without a download. LTO=false: build faster.
+# IMAGES=0 omits the images. REHEARSE=1 accepts any sources, and writes to dist/rehearsal. With REHEARSE=1, BORROW=.venv tests with
+# the packages of .venv instead of downloads. LTO=false builds faster.
 release: $(RELEASING) ## Build a release from a clean clone and verify it: wheels, images, bills of materials, checksums (IMAGES=0, REHEARSE=1)
 	.venv-release/bin/python tools/release.py $(if $(filter 0,$(IMAGES)),--no-images) $(if $(REHEARSE),--rehearse) \
 		$(if $(BORROW),--borrow $(abspath $(BORROW))) $(if $(LTO),--lto $(LTO))

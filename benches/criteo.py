@@ -185,7 +185,7 @@ SYSTEMS: dict[str, Callable[[list[Batch]], Iterator[None]]] = {
 
 
 def measure(system: str, made: list[Batch], seconds: float) -> None:
-    """Print samples per CPU-second, of all threads of this process, and per second, as medians of readings."""
+    """Print medians of readings: samples per CPU-second of all threads of this process, and samples per second."""
     steps = SYSTEMS[system](made)
     for _ in range(2 * BATCHES):  # so that every row exists
         next(steps)

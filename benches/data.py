@@ -3,7 +3,7 @@
 A Criteo-like table (a label, 13 numbers, 26 columns of hexadecimal strings) as Parquet, CSV, and Criteo's TSV. The
 systems read the same file alternately:
 
-* ``scan``: pyarrow.dataset alone, the limit
+* ``scan``: pyarrow.dataset alone, as the upper bound
 * ``persia``: RecordReader, transform, batches of 4,096, ready for training
 * ``batches``: torch's DataLoader over an IterableDataset that builds whole batches with pyarrow and numpy
 * ``rows``: the same, but the DataLoader collates single rows, as with a map-style dataset
@@ -102,7 +102,7 @@ def opened(path: Path) -> Files:
 
 
 def batches(path: Path, rows: int = 1 << 16) -> Iterator[pa.RecordBatch]:
-    """Yield what pyarrow reads, with the same types."""
+    """Yield what pyarrow reads, with the types that Persia uses."""
     source: Any = "parquet"
     if path.suffix != ".parquet":
         tsv = path.suffix == ".tsv"

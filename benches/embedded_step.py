@@ -1,4 +1,4 @@
-"""B3, Persia's measurement, one JSON line per case: deduplicate, look up, pool; then segment sum and update."""
+"""B3 for Persia, one JSON line per case. A step deduplicates, looks up, pools, sums gradients and updates rows."""
 
 import argparse
 import os
@@ -18,11 +18,11 @@ from persia.embedding.optim import Adagrad
 from persia_core.data import Batch, BatchBuilder
 
 
-def make_batches(per_sample: int, zipf: bool) -> list[list[np.ndarray]]:
+def make_batches(per_sample: int, zipf: bool, seed: int = 1) -> list[list[np.ndarray]]:
     """Return the flat ids of each batch and feature."""
     return [
         [np.ascontiguousarray(feature.reshape(-1).astype(np.uint64)) for feature in batch]
-        for batch in workload.make_ids(per_sample, zipf)
+        for batch in workload.make_ids(per_sample, zipf, seed)
     ]
 
 
@@ -40,13 +40,13 @@ def build(ids: list[np.ndarray], per_sample: int) -> Batch:
 
 @contextmanager
 def stepper(
-    context: Backend, dim: int, per_sample: int, *, zipf: bool, rowwise: bool
+    context: Backend, dim: int, per_sample: int, *, zipf: bool, rowwise: bool, seed: int = 1
 ) -> Iterator[Callable[[int], None]]:
     """Begin a run, yield its step, and end its loop."""
     optimizer = Adagrad(workload.LEARNING_RATE, vectorwise_shared=rowwise)
     context.begin(optimizer=optimizer, config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
     pipeline = context.open_loop(1, False, 2)
-    batches = make_batches(per_sample, zipf)
+    batches = make_batches(per_sample, zipf, seed)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(workload.BATCH, dim, generator=generator) * 1e-3 for _ in range(workload.FEATURES)]
 

@@ -20,7 +20,7 @@ NUMBERS = ("value", "peer", "ratio", "target", "spread")
 
 
 def ratio(over: float, under: float) -> float:
-    """Return ``over / under``, or NaN if it is not a number."""
+    """Return ``over / under``, or NaN if ``under`` is 0."""
     return over / under if under else math.nan
 
 

@@ -128,44 +128,12 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, w
     figures.write(record)
 
 
-def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, float]:
-    """Return the result of :func:`cost` for a step of dim 64, L 1, with this many servers."""
-    with job(folder, tcp=False, servers=servers) as pids:
-        context = RemoteBackend(trains=True)
-        with stepper(context, 64, 1, zipf=False, rowwise=False) as step:
-            result = cost(step, pids, seconds)
-        context.close(None)
-    return result
-
-
 def slots(folder: Path, dim: int) -> None:
     """Write the slots to the file from which contexts read them."""
     path = folder / "embedding_config.yml"
     os.environ["PERSIA_EMBEDDING_CONFIG"] = str(path)
     lines = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))
     path.write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{lines}", encoding="utf-8")
-
-
-def measure_servers(seconds: float) -> None:
-    """Print how a step's cost changes with the number of servers on the same cores."""
-    first = 0.0
-    for servers in (1, 2, 4):
-        with tempfile.TemporaryDirectory(prefix="persia-") as folder:
-            slots(Path(folder), 64)
-            cpu, spread, wall = scale(Path(folder), servers, seconds)
-        first = first or cpu
-        rate = figures.ratio(workload.rows_of(1) / 1e6, wall)
-        record: figures.Record = {
-            "id": "servers",
-            "case": f"adagrad, dim 64, L 1, {servers} servers, {rate:.2f} million rows/s",
-            "value": round(cpu * 1e3, 2),
-            "unit": "CPU ms a step",
-            "peer": round(first * 1e3, 2),
-            "ratio": round(figures.ratio(first, cpu), 3),
-            "target": 0.8,
-            "spread": round(spread, 3),
-        }
-        figures.write(record)
 
 
 def main() -> None:
@@ -176,12 +144,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--tcp", action="store_true", help="TCP on loopback, as between containers")
     parser.add_argument("--wire", choices=WIRE_BYTES, nargs="+", default=["f32", "f16"], help="what floats travel as")
-    parser.add_argument("--servers", action="store_true", help="the cost with 1, 2 and 4 servers instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.servers:
-        measure_servers(arguments.seconds)
-        return
     for dim, per_sample, wire in itertools.product(arguments.dims, arguments.per_sample, arguments.wire):
         with tempfile.TemporaryDirectory(prefix="persia-") as folder:
             slots(Path(folder), dim)

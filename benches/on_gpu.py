@@ -65,7 +65,7 @@ def kernels() -> Iterator[Record]:
 
 @contextmanager
 def stepper(dim: int, per_sample: int, device: int | None) -> Iterator[tuple[Backend, Callable[[int], None]]]:
-    """Yield a complete step: deduplicate, look up, pool, sum gradients by id, update. Batches are looked up ahead."""
+    """Yield the backend and a function for one step: deduplicate, look up ahead, pool, sum gradients by id, update."""
     context = LocalBackend(device=None if device is None else Device(device))
     context.begin(optimizer=Adagrad(workload.LEARNING_RATE), config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
     pipeline = context.open_loop(4, False, 4)
@@ -98,7 +98,7 @@ def stepper(dim: int, per_sample: int, device: int | None) -> Iterator[tuple[Bac
 
 
 def timed(step: Callable[[int], object], seconds: float) -> float:
-    """Return the median seconds of a step, over windows of 10."""
+    """Return the seconds of a step, as the median over windows of 10 steps."""
     for number in range(10):
         step(number)
     times: list[float] = []

@@ -30,15 +30,15 @@ TARGETS = {
     ("adagrad", 10): {16: 2.0, 64: 2.5, 128: 3.0},
     ("rowwise", 10): {16: 3.0, 64: 8.0, 128: 8.0},
 }
-"""B3 against FBGEMM: (optimizer, ids per sample) to dim to ratio."""
+"""The target ratios of B3 to FBGEMM, by optimizer and ids per sample, and then by dim."""
 
 DEEPREC = 59_068 / 8
 """Samples per second and vCPU that DeepRec publishes for DLRM at batch 512, with its own data, on 8 vCPUs."""
 
 PARTS = {
-    "store": ("B1", "B2", "B6", "B7", "threads"),
+    "store": ("B1", "B2", "accesses", "B6", "B7", "threads"),
     "step": ("B3",),
-    "loopback": ("B4", "servers"),
+    "loopback": ("B4", "scale"),
     "training": ("B5",),
     "startup": ("B9",),
     "data": ("B10",),
@@ -49,11 +49,11 @@ PARTS = {
 
 
 def lines(command: list[str], *ids: str) -> Iterator[Record]:
-    """Run ``command`` from the root and yield the JSON lines it prints; stderr is shown.
+    """Run ``command`` from the root and yield the JSON lines it prints. Stderr is shown.
 
     Args:
-        command: A program that measures, in a separate process: if it dies, the other programs continue.
-        ids: The ids that it measures. If it dies, each id gets a record of the failure, after those of earlier cases.
+        command: A program that measures. It runs in a separate process, so the other programs continue if it dies.
+        ids: The ids that the program measures. If the program dies, each id gets a record of the failure.
     """
     shown = " ".join(command).replace(f"{ROOT}/", "")
     sys.stderr.write(f"$ {shown}\n")
@@ -80,7 +80,7 @@ def lines(command: list[str], *ids: str) -> Iterator[Record]:
 
 
 def ended(code: int) -> str:
-    """Return how a process ended, as subprocess says it."""
+    """Return how a process ended, in the words of subprocess."""
     return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
 
 
@@ -96,11 +96,11 @@ def environment() -> dict[str, str]:
 
 
 def store(quick: bool) -> Iterator[Record]:
-    """B1, B2, B6, B7, threads: the store alone."""
+    """B1, B2, accesses, B6, B7, threads: the store alone."""
     example = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
     example += ["-p", "persia-store", "--example", "bench_store", "--", *(["--quick"] if quick else [])]
     for dim in (16, 64, 128):
-        yield from lines([*example, "B1", "B2", str(dim)], "B1", "B2")
+        yield from lines([*example, "B1", "B2", str(dim)], "B1", "B2", "accesses")
     for name in ("B6", "B7", "threads"):
         yield from lines([*example, name], name)
     script = [
@@ -133,7 +133,8 @@ def loopback_step(quick: bool) -> Iterator[Record]:
         yield from lines([*script, "--dims", dim, "--per-sample", per_sample, "--wire", wire], "B4")
     for per_sample in ("1", "10"):
         yield from lines([*script, "--tcp", "--dims", "16", "--per-sample", per_sample, "--wire", "f32"], "B4")
-    yield from lines([*script, "--servers"], "servers")
+    scale = [sys.executable, str(BENCHES / "scale.py"), "--steps", "10" if quick else "40"]
+    yield from lines(scale, "scale")
 
 
 def training(quick: bool) -> Iterator[Record]:
@@ -160,13 +161,13 @@ def data(quick: bool) -> Iterator[Record]:
 
 
 def serving(quick: bool) -> Iterator[Record]:
-    """B11: persia serve beside FastAPI and LitServe, and the start of a large bundle."""
+    """B11: persia serve, compared with FastAPI and LitServe, and the start with a large bundle."""
     for script in ("serving.py", "serving_start.py"):
         yield from lines([sys.executable, str(BENCHES / script), *(["--quick"] if quick else [])], "B11")
 
 
 def criteo(quick: bool) -> Iterator[Record]:
-    """B12: DLRM at batch 512 in the shape of Criteo Kaggle, beside FBGEMM, ``nn.EmbeddingBag`` and DeepRec's figure."""
+    """B12: DLRM at batch 512 in the shape of Criteo Kaggle, compared with FBGEMM, ``nn.EmbeddingBag`` and DeepRec."""
     if not PEERS.exists():
         yield failed("B12", "the peers", "they are not installed: make bench does it, or `make .venv-peers/.installed`")
         return
@@ -231,7 +232,7 @@ def machine() -> str:
 
 
 def collect(name: str, part: Iterable[Record]) -> list[Record]:
-    """Return the records of a part; if it fails, the records until then and a failed record for each of its ids."""
+    """Return the records of a part. If the part fails, also return a failed record for each of its ids."""
     begun, records = time.monotonic(), list[Record]()
     try:
         for record in part:

@@ -51,7 +51,7 @@ TARGET = 3.0
 STEP = 1.25
 """The factor between two rates."""
 FIRST = {1: 50.0, 100: 10.0}
-"""The first rate, by the number of rows of a request."""
+"""The first rate in requests per second, by the number of rows of a request."""
 CONNECTIONS = 64
 START_S = 120.0
 """Seconds within which a system must listen."""
@@ -141,7 +141,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]:
-    """Serve the model by a system until the end of the block. Yield its port and the process."""
+    """Serve the model by a system until the end of the block. Yield its port and its process id."""
     port = free_port()
     if system == "persia":
         words = [str(Path(sys.executable).parent / "persia"), "serve", str(folder / "bundle")]

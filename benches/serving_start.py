@@ -26,9 +26,9 @@ from persia.trainer import Trainer
 
 DIM = 16
 START_S = 5.0
-"""The target of a start."""
+"""The target for the time from the command to the first score, in seconds."""
 NEAR = 0.8
-"""The target of the size of the files over the memory."""
+"""The target for the size of the files divided by the memory."""
 DTYPES = ("f32", "f16", "int8")
 SMALL = 100_000
 """The rows of the small bundle."""

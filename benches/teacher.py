@@ -1,10 +1,11 @@
 """The quality that synthetic rows allow: the AUC of the teacher, and of the teacher's formula fitted to the rows.
 
 The rows are those of ``persia data synth`` with the same options. The formula of :class:`persia.data.synth.Teacher` is
-fitted to ``--rows`` rows by maximum likelihood, and again with the distributions of its numbers as a prior (``map``).
-The teacher and both fits are scored on the next ``--test`` rows. A model that does not know the formula can hardly be
-better. The last column is the number of the formula's parameters, divided by twice the rows. With many rows for each
-parameter, theory expects this excess of the log loss over that of the teacher from maximum likelihood.
+fitted to ``--rows`` rows by maximum likelihood (``ml``), and again with the distributions of its numbers as a prior
+(``map``). The teacher and both fits are scored on the next ``--test`` rows. A model that does not know the formula can
+hardly score better than the fits. The line of ``ml`` ends with the number of the formula's parameters divided by twice
+the number of fitted rows. With many rows for each parameter, theory expects the log loss of ``ml`` to exceed that of
+the teacher by this number.
 """
 
 import argparse
@@ -89,7 +90,7 @@ class Formula(torch.nn.Module):
 
 
 def fit(train: Rows, counts: list[int], seed: int, *, prior: bool) -> Formula:
-    """Fit the formula to rows. The rate falls to 0."""
+    """Fit the formula to rows. The learning rate falls linearly to 0."""
     torch.manual_seed(seed)
     model = Formula(counts, train.dense.shape[1])
     optimizer = torch.optim.Adam(model.parameters(), LR)

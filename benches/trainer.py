@@ -170,13 +170,13 @@ def observed(folder: Path) -> Iterator[None]:
 
 
 def reading(system: str, folder: Path, seconds: float) -> float:
-    """Return samples per wall second of one system: the median of its readings."""
+    """Return samples per wall second of one system, under monitoring if the system is ``observed``."""
     with observed(folder) if system == "observed" else contextlib.nullcontext():
         return rate_of(system, folder, seconds)
 
 
 def rate_of(system: str, folder: Path, seconds: float) -> float:
-    """Return samples per wall second of one system in the environment as it is."""
+    """Return samples per wall second of one system, as the median over windows of steps."""
     torch.set_num_threads(1)
     loaded = persia.load_config(folder / "persia.yml")
     if system == "bare":
@@ -198,14 +198,14 @@ def rate_of(system: str, folder: Path, seconds: float) -> float:
 
 
 def measured(system: str, folder: Path, seconds: float) -> float:
-    """Return the reading of a separate process."""
+    """Return the samples per wall second that a separate process measures."""
     command = [sys.executable, __file__, "--system", system, "--folder", str(folder), "--seconds", str(seconds)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder)
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    """Print a JSON line for each case, and the ratio of each turn to standard error."""
+    """Print a JSON line for each case, and its ratio in each turn of readings to standard error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each reading")
     parser.add_argument("--turns", type=int, default=3, help="readings of each system")

@@ -36,7 +36,7 @@ case $slot in
 '' | *[!0-9]* | 0*)
     case ${POD_INDEX+pod}:$command in
     *:launch_nats.sh | *:launch_serving.sh) ;;
-    *:launch_* | pod:persia-launcher) # as in pods of data-compose
+    *:launch_* | pod:persia-launcher) # the command of pods of data-compose
         fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to the number of the replica, counted from 1" ;;
     esac
     ;;

@@ -1,6 +1,6 @@
 #!/bin/sh -eu
-# Prometheus. Rank N of a trainer container has port 9464 + N, so the line of trainers is repeated GPU_NUM times. With TLS, `serving`
-# is scraped over https.
+# Prometheus. Rank N of a trainer container has port 9464 + N, so the line of the trainer is repeated for each further rank. With
+# TLS, `serving` is scraped over https.
 config=${TMPDIR:-/tmp}/prometheus.yml
 awk -v ranks="${GPU_NUM:-0}" -v tls="${PERSIA_TLS_CERT:-}" -v ca="${PERSIA_TLS_CA:-}" -v name="${PERSIA_TLS_NAME:-persia}" '
     { print }

@@ -119,7 +119,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
         if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
             monkeypatch.delenv(name)
-    settings.reload_place()  # a test may have set the place by its own variables
+    settings.reload_place()  # an earlier test may have changed the rank and the world size
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def environment() -> Iterator[None]:
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the Python processes of a test as forks of a process that has imported torch: see ``forking.py``."""
     if forking.WANTED:
-        forking.fork_server()  # the kernel kills the server when the thread that started it ends
+        forking.fork_server()  # in the main thread: the kernel kills the server when its thread ends
     monkeypatch.setattr(subprocess, "Popen", forking.Popen)
 
 
@@ -363,7 +363,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes. Add to each report the checklist rows that its test claims."""
+    """Mark tests/integration and tests/chaos. Add to each report the checklist rows that its test claims."""
     for item in items:
         if {"integration", "chaos"} & {*item.path.parts}:
             item.add_marker("integration")

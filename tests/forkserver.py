@@ -134,7 +134,7 @@ class Spare:
         self._reaping = threading.Lock()
 
     def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code, or minus a signal."""
+        """Wait for the end of the process, and return its exit code or minus the signal that ended it."""
         with self._reaping:
             if self._code is None:
                 self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -154,7 +154,7 @@ class Spare:
 
 
 def fork_spares(work: Work) -> tuple[Work, list[Spare]]:
-    """Fork the spares. Return the launcher's work and its spares, or in a spare, later, its own work and no spares."""
+    """Fork spares, and return the work and the spares. In a spare, wait for work, and return it with its own spares."""
     spares: list[Spare] = []
     for _ in range(work.spares):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -199,9 +199,9 @@ def use_spares(spares: list[Spare]) -> None:
 def preload() -> None:
     """Import the modules that forks share, and leave one thread.
 
-    Forks do not collect garbage in these modules, because this would copy most of the memory. Objects that forks create
-    themselves are destroyed. Triton would report the missing collection as a leak, so it is disabled. Torch works
-    without Triton.
+    The objects of these modules are frozen: garbage collection of them would copy most of the memory into each fork.
+    Objects that a fork creates are collected. Triton would report its frozen objects as a leak, so it is disabled.
+    Torch works without Triton.
     """
     sys.modules["triton"] = None  # type: ignore[assignment]
     with warnings.catch_warnings():

@@ -17,7 +17,7 @@ def _mark(folder: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def waits(folder: Path, step: int) -> Iterator[None]:
-    """On rank 0, let rank 1 push ``step`` when this rank waits for another rank in the block, or at its end."""
+    """On rank 0, let rank 1 push ``step`` when rank 0 waits for another rank in the block, or when the block ends."""
     mark = _mark(folder, step)
 
     def marked(method: Any) -> Any:

@@ -126,7 +126,7 @@ HALF = "half"
 LOSE = "lose"
 """The store gets the request, and the connection is closed instead of its response."""
 UNCONDITIONAL = "unconditional"
-"""The store gets the request without its conditions, as one that ignores them."""
+"""The store gets the request without its conditions. A store that ignores conditions does the same."""
 PRETEND = "pretend"
 """The response says that the object was put, but the store does not get it."""
 Rule = Callable[[Request], "Answer | str | None"]
@@ -172,7 +172,7 @@ class Proxy:
             self._rule, self.seen = rule, []
 
     def lag(self, on: bool = True) -> None:
-        """Freeze listings, which then show only objects that were already put, or unfreeze them."""
+        """Freeze or unfreeze listings. A frozen listing shows only objects that were put before."""
         with self._lock:
             self._hidden = set() if on else None
 

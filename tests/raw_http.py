@@ -10,7 +10,7 @@ from typing import Any
 SHORTEST = 30
 """A request is not made shorter than this many bytes."""
 NOT_FINITE = b"the model returned a score that is not a finite number"
-"""The error of a request with a huge number, which wrong bytes can make: a number without its decimal point."""
+"""The error for a huge number, which damaged bytes can create, for example by the loss of a decimal point."""
 DISCONNECTED = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 """The errors of a connection that the server has ended."""
 

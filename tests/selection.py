@@ -27,7 +27,7 @@ def shard(text: str) -> Shard:
 
 
 def belongs(name: str, part: Shard) -> bool:
-    """Whether the test of this name is in the shard. Each test is in exactly one of the N."""
+    """Whether the test of this name is in the shard. Each test is in exactly one of the N shards."""
     return zlib.crc32(name.encode()) % part[1] == part[0] - 1
 
 

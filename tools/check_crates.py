@@ -1,4 +1,4 @@
-"""Check licences and sources of all crates by the rules in rust_core/deny.toml, if cargo-deny is not installed."""
+"""Check licenses and sources of all crates by the rules in rust_core/deny.toml, if cargo-deny is not installed."""
 
 import json
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def is_allowed(expression: str, allowed: set[str]) -> bool:
-    """Whether these licences satisfy an SPDX expression, in which ``/`` is an old form of ``OR``."""
+    """Whether these licenses satisfy an SPDX expression, in which ``/`` is an old form of ``OR``."""
     words = re.findall(r"\(|\)|[^\s()]+", expression.replace("/", " OR "))
 
     def either() -> bool:
@@ -47,7 +47,7 @@ def problems(packages: list[dict[str, Any]], allowed: set[str]) -> Iterator[str]
     for package in packages:
         name, source = f"{package['name']} {package['version']}", package["source"]
         if not package["license"] or not is_allowed(package["license"], allowed):
-            yield f"{name}: the licence {package['license']} is not allowed in rust_core/deny.toml"
+            yield f"{name}: the license {package['license']} is not allowed in rust_core/deny.toml"
         if source is not None and not source.startswith("registry+"):
             yield f"{name}: the source is {source}, not the registry"
         if source is None:
@@ -65,7 +65,7 @@ def main() -> int:
     allowed = set(re.findall(r'"([^"]+)"', licences.split("]", 1)[0]))
     packages = json.loads(done.stdout)["packages"]
     found = list(problems(packages, allowed))
-    sys.stdout.write("\n".join(found or [f"licences and sources of {len(packages)} crates: good"]) + "\n")
+    sys.stdout.write("\n".join(found or [f"licenses and sources of {len(packages)} crates: good"]) + "\n")
     return 1 if found else 0
 
 

@@ -204,7 +204,7 @@ def package_errors() -> Iterator[str]:
             graph[name].add(module)
             above = layer_of(module)
             if above is not None and above > layer:
-                yield f"{place}:{line}: {name} imports {module}, which is above it"
+                yield f"{place}:{line}: {name} imports {module}, which is in a higher layer"
     yield from (f"import cycle: {' -> '.join(circle)}" for circle in circles(graph))
 
 

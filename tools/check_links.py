@@ -25,7 +25,7 @@ PATTERNS = (
 INDEX = Path("docs/index.md")
 """The first page of the site, whose lists of pages are the navigation."""
 PLAIN = ("csv", "mermaid")
-"""Languages of blocks that the site shows as they are, without colours."""
+"""Languages of blocks that the site shows as they are, without colors."""
 GENERATED = "docs/reference/api/"
 """Pages that the build of the site makes."""
 

@@ -5,8 +5,8 @@
 #             tree or in the last 10 commits, or if the image's C library is too old for binaries of this machine.
 cd "$(dirname "$0")/.." || exit 3
 oldest=$(git rev-parse --quiet --verify HEAD~10) || { echo build; exit 0; }
-# The inputs are the lines of docker-compose.yaml about building, and of the Dockerfile those that name a stage, a variable, the compiler
-# or /out. Comments do not count.
+# The inputs are the lines of docker-compose.yaml about building, the lines of services/Dockerfile that name a stage, a variable, the
+# compiler or /out, and the files of the third command. Comments do not count.
 git diff --quiet -G '^[^#]*(build|context|dockerfile|target|network|args|ENGINE|LTO|BESIDE)' "$oldest" -- docker-compose.yaml || { echo build; exit 0; }
 git diff --quiet -G '^[^#]*(FROM |ARG |ENV |cargo|maturin|rust|/out)' "$oldest" -- services/Dockerfile || { echo build; exit 0; }
 git diff --quiet -G '^[^#]' "$oldest" -- .dockerignore tools/base_image.sh rust_core/Cargo.lock \

@@ -72,7 +72,7 @@ def tell(line: str) -> None:
 
 
 def missing_programs(*, images: bool) -> Iterator[ReleaseError]:
-    """Yield the programs that this machine lacks."""
+    """Yield an error for each program that this machine lacks."""
     programs = {"cargo": "https://rustup.rs", "readelf": "Debian: apt-get install binutils"}
     for program, how in {
         **programs,
@@ -86,7 +86,7 @@ def prepare(options: argparse.Namespace) -> Release:
     """Check the sources, and return the description of the release.
 
     Raises:
-        ReleaseError: These are not the sources of a release. The message names all reasons.
+        ReleaseError: A program is missing, or these are not the sources of a release. The message names all reasons.
     """
     found = [*missing_programs(images=options.images)]
     if options.borrow and not options.rehearse:
@@ -164,7 +164,9 @@ def main() -> int:
     parser.add_argument(
         "--borrow", type=Path, metavar="VENV", help="test with the packages of VENV as dependencies, offline"
     )
-    parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="parent of its folder (default: dist)")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "dist", help="parent of the folder of the release (default: dist)"
+    )
     parser.add_argument("--lto", default=LTO, choices=["thin", "false"], help="link-time optimization")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -75,7 +75,7 @@ def wrong_metadata(wheel: Path, version: str) -> Iterator[str]:
     if canonicalize_name(parsed.name) != name:
         yield f"{wheel.name} is called {parsed.name} in its metadata"
     for what, given in (
-        ("licence", parsed.license_expression),
+        ("license", parsed.license_expression),
         ("description", parsed.description),
         ("summary", parsed.summary),
     ):
@@ -86,7 +86,7 @@ def wrong_metadata(wheel: Path, version: str) -> Iterator[str]:
             if not any(name.endswith(f".dist-info/licenses/{licence}") for name in archive.namelist()):
                 yield f"{wheel.name} does not contain its {licence}"
         if not parsed.license_files:
-            yield f"{wheel.name} contains no licence"
+            yield f"{wheel.name} contains no license"
 
 
 def tagged_glibc(wheel: Path) -> tuple[int, int] | None:
@@ -109,7 +109,7 @@ def tagged_glibc(wheel: Path) -> tuple[int, int] | None:
 
 
 def wrong_binaries(wheel: Path) -> Iterator[str]:
-    """Yield each compiled file of a wheel that needs a newer glibc than its tag says, or an uncommon library."""
+    """Yield wrong tags, and the compiled files that need a newer glibc than the tag says or an uncommon library."""
     try:
         promised = tagged_glibc(wheel)
     except ValueError as error:
@@ -131,7 +131,7 @@ def wrong_binaries(wheel: Path) -> Iterator[str]:
 
 
 def wrong_binary(binary: Path, promised: tuple[int, int]) -> Iterator[str]:
-    """Yield the reasons why a compiled file does not run with a glibc and the common libraries."""
+    """Yield the reasons why a compiled file may not run with this glibc and the common libraries."""
     try:
         said = readelf(binary, "--version-info", "--dynamic")
     except subprocess.CalledProcessError as error:

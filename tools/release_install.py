@@ -29,7 +29,7 @@ Run = Callable[..., str]
 
 
 class Bare:
-    """A virtual environment with the wheels of a release and nothing of this clone: no compiler is on its PATH.
+    """A virtual environment with the wheels of a release. It has nothing of this clone, and no compiler on its PATH.
 
     Args:
         folder: The folder of the environment. An existing folder is replaced.

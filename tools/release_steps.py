@@ -39,14 +39,14 @@ class Release:
         version: The version of the sources.
         revision: The commit.
         epoch: The time of the commit in seconds. All files in archives have this time.
-        sources: A hash of the sources. A step is done for this hash.
+        sources: A hash of the sources. The record of a completed step has this hash.
         tag: The tag of images.
         lto: The link-time optimization of the engine.
         images: Whether images are part of the release.
         borrow: The environment whose packages the bare environment uses as dependencies. None: the dependencies are
             installed.
         rehearsal: Whether the sources need not be those of a release.
-        log: The output of the current step.
+        log: The file for the output of the current step.
     """
 
     folder: Path
@@ -189,7 +189,7 @@ def check_wheels(release: Release) -> list[Path]:
             rebuild(release, unpacked)
             continue
         (manifest,) = unpacked.glob(f"**/{Path(crate).name}/Cargo.toml")
-        # This command names a crate that the archive lacks. The lock file may list crates that are not needed.
+        # `cargo metadata` names a crate that the archive lacks. The lock file may list crates that are not needed.
         words: list[str | Path] = [
             "cargo",
             "metadata",
@@ -300,7 +300,7 @@ def write_bills(release: Release) -> list[Path]:
 
 
 def finish(release: Release) -> list[Path]:
-    """Write the notes and the checksums, and check them."""
+    """Write the notes and the checksums, and compare the files with the checksums."""
     try:
         notes = section(ROOT, release.version)
     except ReleaseError as refused:  # in a rehearsal only

@@ -1,8 +1,8 @@
 """Run the tests: ``make test``, ``make test-all``, ``.ci/run``.
 
-The steps run one after another, but images are built while other steps run. A failing step does not end the run.
-A step writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt``
-has the 30 slowest tests. The last lines list every failing test with the end of its output.
+The steps run one after another, except builds of images and lints, which run beside other steps. A failing step does
+not end the run. A step writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``.
+``runs/tests/slowest.txt`` has the 30 slowest tests. The last lines list every failing test with the end of its output.
 
 ``--resume`` continues an interrupted run: tests that passed on the same sources are not repeated. After ``make
 test``, ``make test-all`` with ``--resume`` runs only the remaining tests. ``--shard 2/4`` runs the second quarter of
@@ -102,7 +102,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for path in () if self.resume else folder.glob("*.*"):
                 path.unlink()
-        for path in JUNIT.glob("*.xml"):  # only the results of this shard
+        for path in JUNIT.glob("*.xml"):  # the report must not count results of an earlier run
             path.unlink()
         if not self.resume:
             (ROOT / "runs" / "checklist.json").unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class Run:
         self.codes[step.name] = code
         if code == 0:
             done.write_text("all" if self.everything else "test")
-            if step.suite and not passed.exists():  # this runner does not record its progress
+            if step.suite and not passed.exists():  # the test runner of the step does not record passed tests
                 tests = test_report.read({step.name: JUNIT / f"{step.name}.xml"})[step.name]
                 passed.write_text("".join(f"{test.name}\n" for test in tests if test.outcome == "passed"))
         how = "passed" if code == 0 else f"FAILED with exit code {code}"
@@ -144,7 +144,7 @@ class Run:
         tell(f"{step.name}: {how} after {minutes(seconds)}; {minutes(time.monotonic() - self.started)} since the start")
 
     def command(self, step: Step, passed: Path) -> int:
-        """Run a step's command. Its output goes to the log, and to the terminal unless others run at the same time."""
+        """Run a step's command. The output goes to the log, and to the terminal unless the step runs beside others."""
         variables = dict(step.variables)
         if step.suite:
             variables |= {"JUNIT": str(JUNIT / f"{step.name}.xml"), "SHARD": self.shard, "PASSED": str(passed)}

@@ -13,7 +13,7 @@ test -- --ignored --test-threads 1
 PERSIA_TEST_GPU=1 "$python" -m pytest tests/gpu
 
 if sanitizer=$(command -v compute-sanitizer); then
-    # The largest case takes hours under compute-sanitizer.
+    # The skipped cases take hours under compute-sanitizer.
     binary=$(test --no-run --message-format json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
     for tool in memcheck racecheck initcheck; do
         echo "== compute-sanitizer --tool $tool"

@@ -11,7 +11,7 @@ cargo build --profile "$profile" --locked --package persia-core --features "$fea
 
 built=${CARGO_TARGET_DIR:-target}/$profile
 [ "$profile" != dev ] || built=${CARGO_TARGET_DIR:-target}/debug
-# The file is copied next to the target and then renamed. A running process therefore keeps its file.
+# The file is copied next to its destination and then renamed. A process that runs the old file therefore keeps it.
 put() {
     cp "$built/$1" "$out/.$2"
     mv "$out/.$2" "$out/$2"

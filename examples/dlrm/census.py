@@ -62,7 +62,7 @@ CATEGORICAL = (
 
 
 def _quarter_powers(amounts: Floats) -> Floats:
-    """Bucket dollars on a log scale, four buckets to each factor of e. The value 0 has a separate bucket."""
+    """Bucket dollars on a log scale, four buckets for each factor of e. The value 0 has a separate bucket."""
     buckets: Floats = np.ceil(4 * np.log1p(amounts))
     return buckets
 
@@ -209,7 +209,7 @@ class Batches(IterableDataset):
     Args:
         samples: What to iterate.
         batch_size: Samples per batch; the last batch of an epoch has the remaining samples.
-        epochs: The number of passes over the samples.
+        epochs: The number of epochs of a pass.
         seed: Shuffles each epoch; None keeps the order of the samples.
     """
 
@@ -276,7 +276,7 @@ class Batches(IterableDataset):
         """Start the next pass at a position of :meth:`state_dict`.
 
         Raises:
-            DataError: The position counts batches of other samples, batch size or seed.
+            DataError: The position belongs to other samples, another batch size or another seed.
         """
         other = {key: state_dict.get(key) for key in self._identity()}
         if other != self._identity():

@@ -1,4 +1,4 @@
-"""Send the training batches to the trainers of a job. Train.py reads them. Options: the same as train.py's."""
+"""Send the training batches to the trainers of a job. The options are those of train.py."""
 
 import sys
 

@@ -122,7 +122,7 @@ class Containers(Run):
 
     @property
     def finished(self) -> bool:
-        """Whether every trainer has ended."""
+        """Whether every trainer has ended with exit code 0, and the result exists."""
         if not self.ledger_file.exists():
             return False
         return all(
@@ -147,7 +147,7 @@ class Containers(Run):
 
     @property
     def ledger_file(self) -> Path:
-        """The file that rank 0 writes at the end."""
+        """The file into which rank 0 writes the result of its comparison."""
         return self._workspace / "ledger.json"
 
     def kill(self, name: str) -> None:

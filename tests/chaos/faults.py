@@ -40,7 +40,7 @@ SAVING: dict[str, Any] = {"steps": 120, "every": 4}
 DISK = 24 << 20
 """The size in bytes of the disk that is filled."""
 TRY_S = 3
-"""Seconds one try of a look-up or push may take over links: a quarter of PERSIA_RPC_TIMEOUT, a fifth of the usual."""
+"""Seconds that one attempt of a look-up or push may take over links: a quarter of the PERSIA_RPC_TIMEOUT of the job."""
 
 NEEDS: dict[str, Callable[[], bool]] = {
     "root": lambda: os.geteuid() == 0,
@@ -109,7 +109,7 @@ def server_in_save(job: Job, rng: random.Random) -> None:
 
 
 def servers(job: Job, rng: random.Random) -> None:
-    """Kill three times, the first time during a save if there is one."""
+    """Kill a random server three times, the first time when a save begins."""
     some_step(job, rng)
     a_save(job)
     for _ in range(3):
@@ -119,7 +119,7 @@ def servers(job: Job, rng: random.Random) -> None:
 
 
 def middleware_in_save(job: Job, rng: random.Random) -> None:
-    """Kill the middleware through which rank 0 saves, several times, because a save may end before a kill."""
+    """Kill the two middlewares in turn when saves begin. Repeat this, because a save may end before the kill."""
     some_step(job, rng)
     for number in range(5):
         a_save(job)
@@ -270,7 +270,7 @@ def everything(job: Job, rng: random.Random) -> None:
 
 
 def storm(job: Run, rng: random.Random) -> None:
-    """Kill random parts at mean intervals of three times the longest pause so far, which includes the start."""
+    """Kill random parts. The mean interval is three times the longest pause so far, or the time to the first step."""
     until = time.monotonic() + job.plan["storm_s"]
     victims = kills(job, rng)
     job.reach(1)

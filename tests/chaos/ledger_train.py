@@ -145,7 +145,7 @@ def main() -> None:
             raise SystemExit(75)
         if env.get_rank() == 0:
             write(ctx, checkpoints.skipped, *((0, []) if bits else compare(ctx)))
-        distributed.agree(True)  # no rank ends earlier
+        distributed.agree(True)  # keeps every rank running until rank 0 has written the result
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
 """The moments of a phase, in the order of the run."""
 
 CELLS = [(fault, phase) for fault in FAULTS for phase in PHASES if phase not in ELSEWHERE]
-"""The cells of the table, without exception."""
+"""The cells of the table: each fault in each phase that has cells."""
 
 
 def _shuffled(cells: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -45,7 +45,7 @@ def _shuffled(cells: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 _LATER = {"delay rank", "delay rank 0"}
-"""Faults that were added after the seeds of the others were recorded."""
+"""Faults whose cells come last, because the seeds of the other cells were already recorded."""
 _ORDER = [
     *_shuffled([cell for cell in CELLS if cell[0] not in _LATER]),
     *_shuffled([cell for cell in CELLS if cell[0] in _LATER]),
@@ -64,7 +64,7 @@ class Case:
     """The case that a seed determines.
 
     Attributes:
-        seed: The seed.
+        seed: The seed that determines the case.
         fault: Key of :data:`FAULTS`.
         phase: One of :data:`PHASES`.
         gate: The point at which the fault begins: phase, moment, step and rank. With ``hold``, the rank waits at the
@@ -73,7 +73,7 @@ class Case:
         length: The duration of the fault in seconds.
         amount: The delay of a message or of a sync in seconds.
         victim: The index of the victim among equivalent parts.
-        also: A part that is killed with its disk.
+        also: The part or rank that is killed when its disk is lost; empty if there is none.
         log: When the log of the servers is synced; None means that there is no log.
         plan: The plan for ``phase_train.py``.
         data: The data that is trained on.
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def links(self) -> bool:
-        """Whether the job has links."""
+        """Whether the fault needs proxies in front of servers and middlewares."""
         return self.what.kind in {"cut", "delay", "duplicate"}
 
     @property
@@ -144,7 +144,7 @@ class Case:
 
 
 def cell_of(seed: int) -> tuple[str, str]:
-    """Return the cell of a seed, from 1 on. Neighbours have different faults and phases."""
+    """Return the cell of a seed, which is 1 or higher. Consecutive seeds have unrelated cells."""
     return _ORDER[(seed - 1) % len(_ORDER)]
 
 
@@ -219,7 +219,7 @@ def _step(rng: random.Random, phase: str, steps: int, every: int) -> int | None:
 
 
 def _length(rng: random.Random, kind: str) -> float:
-    """Return the duration of a fault. One fault in four lasts longer than the other parts wait."""
+    """Return the duration of a fault. One freeze, cut or similar fault in four lasts longer than :data:`SILENCE_S`."""
     if kind in {"kill", "lost"}:
         return 0.0
     if kind == "duplicate":

@@ -46,7 +46,7 @@ def _step(save: Path) -> int:
 
 
 def _missing(job: PhaseJob, data: Data, saves: list[Path]) -> Iterator[str]:
-    """Return the files that a finished run must have, but that are missing."""
+    """Yield the results that a finished run lacks or has wrong, and the files that it has left behind."""
     last = job.plan["steps"]
     if not any(_step(save) == last for save in saves) and not job.lost("checkpoints"):
         yield f"the trainers ended with 0 without a checkpoint of step {last}"

@@ -24,7 +24,7 @@ _WINDOW = 48
 _DRIFT = 3
 """Ids that are replaced by new ones in each step."""
 _SPREAD = 0x9E3779B97F4A7C15
-"""Ids use all 64 bits."""
+"""The factor that spreads ids over all 64 bits."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 End = Callable[[], None]
 _SHARE = 0.3
-"""The shares of NATS's messages that are doubled, and that are lost or late."""
+"""The share of NATS's messages that are lost. Equal shares are late, and delivered twice."""
 
 
 def nothing() -> None:
@@ -32,7 +32,7 @@ def nothing() -> None:
 
 
 def kill(job: PhaseJob, case: "Case") -> End:
-    """Kill a part by SIGKILL. The supervisor restarts the part immediately."""
+    """Kill a part or a rank by SIGKILL. The supervisor restarts it immediately."""
     job.note_fault()
     if case.rank is not None:
         job.rank(case.rank).kill()
@@ -42,7 +42,7 @@ def kill(job: PhaseJob, case: "Case") -> End:
 
 
 def freeze(job: PhaseJob, case: "Case") -> End:
-    """Send SIGSTOP to a part and its children, and SIGCONT at the end."""
+    """Send SIGSTOP to a rank, or to a part and its children. Send SIGCONT at the end."""
     job.note_fault()
     if case.rank is not None:
         frozen = [job.rank(case.rank)]
@@ -99,7 +99,7 @@ def delay(job: PhaseJob, case: "Case") -> End:
 
 
 def duplicate(job: PhaseJob, case: "Case") -> End:
-    """Delay responses beyond the sender's time-out, so requests arrive twice. Also deliver NATS's messages twice."""
+    """Delay responses, so requests are sent again and arrive twice. If the target is NATS, disturb its messages."""
     job.note_fault()
     if case.target == "NATS":
         assert job.nats_link is not None
@@ -148,7 +148,7 @@ def slow(job: PhaseJob, case: "Case") -> End:
 
 
 def lost(job: PhaseJob, case: "Case") -> End:
-    """Replace the disk by an empty one, and kill the part on its machine, which then restarts.
+    """Replace the disk by an empty one. Kill and restart the part or rank on its machine, if there is one.
 
     A process that still runs keeps its open files, like the files of a removed disk.
     """

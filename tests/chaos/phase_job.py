@@ -69,7 +69,7 @@ class PhaseJob(Job):
     # --- the gate
 
     def reached(self) -> bool:
-        """Whether a rank is at the gate."""
+        """Whether a rank has reached the gate."""
         return (self._folder / "reached").exists()
 
     def release(self) -> None:

@@ -119,7 +119,7 @@ class Simulation:
     def possible_uses(self, key: Key) -> set[int]:
         """Return the possible last uses of a row if pushes are not ordered.
 
-        The first ``min_count - 1`` pushes that arrive are counted and not applied. Any steps may be the first ones.
+        The first ``min_count - 1`` pushes that arrive are counted and not applied. These may be pushes of any steps.
         """
         steps = self._pushed[key]
         counted = self.data.min_counts[TABLES[key[0]]] - 1

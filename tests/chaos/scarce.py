@@ -90,7 +90,7 @@ def descriptors(job: Job, rng: random.Random) -> None:
 
 
 def clocks(job: Job, rng: random.Random) -> None:
-    """Skew the clocks of all parts by up to two hours, and let them jump, while parts are killed and restarted."""
+    """Let the clock of each part except NATS jump by an hour. Then kill and restart parts whose clocks are behind."""
     some_step(job, rng)
     for name in [name for name in job.parts if name != "nats"]:
         job.note_fault()
@@ -98,7 +98,7 @@ def clocks(job: Job, rng: random.Random) -> None:
         further(job, 10)
     for kind in ("server", "middleware"):
         name = f"{kind}-{rng.randrange(2)}"
-        job.set_clock(name, -_HOUR_S)  # by its clock, a restarted part is older than its predecessor
+        job.set_clock(name, -_HOUR_S)  # by its clock, the restarted part starts before its predecessor did
         job.kill(name)
         job.recover()
         further(job, 10)

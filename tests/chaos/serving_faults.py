@@ -199,7 +199,7 @@ def leaving_clients(job: Served, rng: random.Random, seconds: float) -> None:
 def malformed_requests(job: Served, rng: random.Random, seconds: float, count: int = MALFORMED) -> None:
     """Send malformed requests, several on each connection. No response may be a failure of the server.
 
-    The memory of the process must stay below a limit during the whole fault.
+    During the whole fault, the memory of the process may grow by less than :data:`MEMORY`.
     """
     del seconds
     job.more()

@@ -115,7 +115,7 @@ class Answers:
         busy: The number of refusals with 503 and ``Retry-After``.
         last: The bundle that the last response named.
         bundles: All bundles that responses named.
-        longest_pause_s: The longest time without a good response.
+        longest_pause_s: The longest time between two successive good responses.
     """
 
     good: int = 0

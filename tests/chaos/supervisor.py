@@ -76,7 +76,7 @@ class Run(ABC):
         injected: The number of faults so far.
         recovered: The number of faults after which training was observed to progress.
         late: The number of faults so close to the end that no step could be observed after them.
-        longest_pause_s: The longest time between two steps of rank 0.
+        longest_pause_s: The longest time between two successive steps of rank 0.
         first_step_s: The time from the start of the trainers to the first step.
     """
 
@@ -102,17 +102,17 @@ class Run(ABC):
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """Whether every trainer has ended."""
+        """Whether every trainer has ended with exit code 0."""
 
     @property
     @abstractmethod
     def checkpoints(self) -> Path:
-        """The folder in which servers and trainers store them."""
+        """The folder in which servers and trainers store checkpoints."""
 
     @property
     @abstractmethod
     def ledger_file(self) -> Path:
-        """The file that rank 0 writes at the end."""
+        """The file into which rank 0 writes the result of its comparison."""
 
     @abstractmethod
     def look_after(self) -> None:
@@ -120,11 +120,11 @@ class Run(ABC):
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """SIGKILL a part, such as ``server-0``. It is restarted."""
+        """Send SIGKILL to a part, such as ``server-0``. The part is restarted."""
 
     @abstractmethod
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL a rank. It is restarted."""
+        """Send SIGKILL to a rank. The rank is restarted."""
 
     @abstractmethod
     def logs(self) -> str:
@@ -196,12 +196,12 @@ class Run(ABC):
         return Ledger(**json.loads(self.ledger_file.read_text()))
 
     def saves(self) -> Path | None:
-        """Return the folder of the run's checkpoints after it has been created."""
+        """Return the folder of the run's checkpoints, or None before it is created."""
         return next(self.checkpoints.glob("*/"), None)
 
 
 class Job(Run):
-    """A ledger run.
+    """A ledger run whose parts are processes of this host.
 
     Args:
         stack: The stack, made with :data:`STACK` and not started. For ``links``, it uses TCP.
@@ -327,12 +327,12 @@ class Job(Run):
 
     @property
     def parts(self) -> list[str]:
-        """The names of its parts."""
+        """The names of the parts of the job."""
         return list(self._starts)
 
     @property
     def finished(self) -> bool:
-        """Whether every trainer has ended."""
+        """Whether every trainer has ended with exit code 0."""
         trainers = [self.stack.parts[name] for name in self._starts if name.startswith("trainer")]
         return all(not part.process.running and part.process.code == 0 for part in trainers)
 
@@ -385,23 +385,23 @@ class Job(Run):
     # --- faults
 
     def kill(self, name: str) -> None:
-        """SIGKILL a part. It is restarted."""
+        """Send SIGKILL to a part. :meth:`look_after` restarts the part."""
         self.note_fault()
         self.stack.kill(name)
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL a rank. Its launcher ends with 75 and is restarted."""
+        """Send SIGKILL to a rank. Its launcher ends with 75 and is restarted."""
         process = self.rank(rank)
         self.note_fault()
         process.kill()
 
     def take_away(self, name: str) -> None:
-        """SIGKILL a part that is not restarted until :meth:`bring_back`."""
+        """Send SIGKILL to a part, which is not restarted before :meth:`bring_back`."""
         self._away.add(name)
         self.kill(name)
 
     def bring_back(self, name: str) -> None:
-        """Restart a part that was taken away."""
+        """Let :meth:`look_after` restart a part that was taken away."""
         self._away.discard(name)
 
     def replace(self, name: str) -> Part:
@@ -415,7 +415,7 @@ class Job(Run):
 
     @property
     def ledger_file(self) -> Path:
-        """The file that rank 0 writes at the end."""
+        """The file into which rank 0 writes the result of its comparison."""
         return self._folder / "ledger.json"
 
     @property
@@ -427,7 +427,7 @@ class Job(Run):
 
     @property
     def checkpoints(self) -> Path:
-        """The folder in which servers and trainers store them."""
+        """The folder in which servers and trainers store checkpoints."""
         return Path(self.stack.settings["PERSIA_CKPT_DIR"])
 
     def logs(self) -> str:

@@ -40,9 +40,9 @@ ALWAYS = {
     194: "duplicate server loop",
     176: "kill data-compose before",
 }
-"""The cases of ``make test``, which are the most harmful: in each, rows have been lost, or could be."""
+"""The cases of ``make test``: those in which a fault has caused a loss of rows, or could cause one."""
 WITH_LOG = {2529, 2144, 472}
-"""Those in which servers have a log."""
+"""The cases of :data:`ALWAYS` in which servers have a log."""
 NIGHTLY = {seed: " ".join(cell_of(seed)) for seed in range(1, len(CELLS) + 1) if seed not in ALWAYS}
 """The cases of ``make test-all``: one of every cell."""
 

@@ -22,8 +22,8 @@ ENGINE = os.environ.get("ENGINE", "build")
 BUILD = 2400.0
 """Seconds that building all images may take, including the download of PyTorch and the compilation of the engine."""
 
-# The other limits are only for hangs: `import torch` takes more than a minute if a container reads it for the first
-# time from a slow disk.
+# The time-outs in these tests only end hangs. They are long, because `import torch` takes more than a minute if a
+# container reads it for the first time from a slow disk.
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,7 +85,7 @@ class Project:
         self("up", "--detach", "--no-build", "--no-deps", *options)
 
     def train(self, *, timeout: float = 600.0, env: Mapping[str, str] | None = None) -> Result:
-        """Run the whole stack until the trainers end. Return their exit code."""
+        """Run the whole stack until a trainer ends. The result has the exit code of the trainer."""
         return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, env=env)
 
     def run(self, *command: str, timeout: float = 300.0, check: bool = True) -> Result:

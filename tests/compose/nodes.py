@@ -78,7 +78,7 @@ class Machine:
         shell(*inside, "route", "add", "default", "via", GATEWAY)
         self._folder.mkdir(parents=True)
         driver = self._share_images()
-        # The empty file replaces the configuration of this host, which sets another folder.
+        # The empty file replaces the configuration of this host's engine, which sets another data folder.
         (self._folder / "empty.json").write_text("{}")
         # `ip netns exec` mounts a new /sys, in which the engine finds no cgroups.
         command = ["nsenter", f"--net=/run/netns/{self.name}", "dockerd", "--config-file", f"{self._folder}/empty.json"]
@@ -102,7 +102,7 @@ class Machine:
         store.mkdir(parents=True)
         for name in STORE:
             source = Path(root, "image", driver, name)
-            if source.is_dir():  # without the containers of that engine
+            if source.is_dir():  # `mounts` has the layers of that engine's containers
                 shutil.copytree(source, store / name, ignore=shutil.ignore_patterns("mounts", "tmp"))
             elif source.exists():
                 shutil.copy(source, store / name)

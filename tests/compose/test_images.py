@@ -21,7 +21,7 @@ TESTS = ("flask", "moto", "mypy", "pytest-xdist")
 """Packages that only the test image has."""
 SERVER = "/usr/local/bin/persia-embedding-sharded-server"
 EXTENSION = "/opt/venv/lib/*/site-packages/persia_core/*.so"
-"""Packages in the runtime image."""
+"""The files of the compiled extension in the runtime image."""
 SERVER_LIMIT = 60_000_000
 """The number of bytes that the server image may add to its base."""
 

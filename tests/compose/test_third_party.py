@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("images"), pytest.mar
 
 FILES = {"persia_core.so", "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"}
 SECTIONS = ["Embedding server", "Middleware", "Engine (`persia_core`)", "Python package"]
-"""Of docs/troubleshooting.md."""
+"""The sections of docs/troubleshooting.md that have commands."""
 PROJECT = {"COMPOSE_PROJECT_NAME": f"persia-dev-{os.getpid()}"}
 MINE = {"PERSIA_UID": str(os.getuid()), "PERSIA_GID": str(os.getgid())}
 
@@ -141,7 +141,7 @@ def test_each_component_has_a_section() -> None:
 
 @pytest.mark.row("S1-06", "S1-11", "S1-13", "S1-14", "S1-24")
 def test_the_commands_for_containers(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of the page's second table run one after the other in the folder of the stack."""
+    """The commands of the table for containers in docs/troubleshooting.md run one after the other in the clone."""
     commands = table_commands("With containers")
     assert len(commands) == 11 and commands[-1] == "docker compose down --volumes"
     persia = f"{sys.executable} -m persia"
@@ -162,13 +162,13 @@ def test_the_commands_for_containers(clone: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def succeeds(clone: Path, command: str) -> bool:
-    """Whether a command of the page ends with 0 in the clone."""
+    """Whether a command ends with exit code 0 in the clone."""
     environment = {**os.environ, **PROJECT}
     done = subprocess.run(["sh", "-c", command], cwd=clone, env=environment, capture_output=True, timeout=BUILD)
     return done.returncode == 0
 
 
 def table_commands(before: str) -> list[str]:
-    """Return the commands of the table that follows a paragraph of docs/troubleshooting.md."""
+    """Return the commands of the table in docs/troubleshooting.md that follows a text."""
     table = (ROOT / "docs" / "troubleshooting.md").read_text().partition(before)[2].split("\n\n")[1]
     return re.findall(r"\| `([^`]+)` \|$", table, re.MULTILINE)

@@ -207,7 +207,7 @@ def used(one: Up) -> float:
 
 
 def observe(folder: Path, programs: Path, seconds: float, **model: float) -> Result:
-    """Train for some time, and return the observations. They exclude the end of the job."""
+    """Train for some time, and return the observations. Of the end of the job, they have only a wrong exit code."""
     with job(folder, **model) as (one, env):
         seen = watched(programs, folder, env)
         try:

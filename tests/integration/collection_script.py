@@ -33,7 +33,7 @@ from persia.nn import EmbeddingCollection, TableConfig
 PLAN: dict[str, Any] = json.loads(sys.argv[1])
 RANK, WORLD = env.get_rank(), env.get_world_size()
 STEPS, BATCH, IDS = 20, 32, 200
-MANY = 1_100_000  # ids per feature; a look-up of two such features exceeds the limit
+MANY = 1_100_000  # ids per feature; a look-up of two such features exceeds MAX_IDS_PER_REQUEST
 
 
 def slow(step: int) -> float:
@@ -49,7 +49,7 @@ def waits_for(step: int) -> contextlib.AbstractContextManager[None]:
 
 
 def optimizer() -> SGD:
-    """Return the embedding optimizer as planned."""
+    """Return the embedding optimizer of the plan."""
     if courses := PLAN.get("schedules"):  # by rank
         return SGD(0.1).scheduled(LRSchedule(**courses[RANK]))
     return SGD(0.1).scheduled(slow) if "late" in PLAN else SGD(0.1)
@@ -145,7 +145,7 @@ class Loop:
             everything.load_state_dict(state)
         with waits_for(STEPS + 2):
             loaded = self.tables.load(folder)
-        everything.load_state_dict(state)  # each rank has its own error
+        everything.load_state_dict(state)  # accepted, because the rows are again those of the state dict
         self.model.load_state_dict(loaded.state("model.pt"))
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, saved[name]), name
@@ -181,14 +181,14 @@ def fails(kind: type[Exception], text: str) -> Iterator[None]:
 
 
 def pause(number: int) -> None:
-    """Wait for the test before the last backward."""
+    """If the plan has ``until``, wait for the test before the last backward pass."""
     if PLAN.get("until") and number == STEPS - 1:
         sys.stderr.write("before the last backward\n")
         wait_until("the test to go on", Path(PLAN["until"]).exists, 180)
 
 
 def train_in_a_context() -> None:
-    """Train 3 steps with the other kind of context."""
+    """Train 3 steps in a TrainCtx."""
     model = TinyModel()
     with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
         assert sum(ctx.get_embedding_size()) == 0

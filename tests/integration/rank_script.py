@@ -163,7 +163,7 @@ def hang() -> None:
 
 
 def prompt() -> None:
-    """Stay at the prompt of the debugger for longer than any limit, on a rank where the others have no breakpoint."""
+    """Stay at the prompt of the debugger for longer than any limit, while the other ranks run without a breakpoint."""
     session, began = debugger(), time.monotonic()
     with session.prompting(sys._getframe()):
         wait_until("the limits to pass", lambda: time.monotonic() - began > PLAN["prompt"]["seconds"], 60)
@@ -171,10 +171,10 @@ def prompt() -> None:
 
 
 class Late(distributed.DDPOption):
-    """The process group of one rank never starts."""
+    """DDP whose process group never starts on the rank that the plan names."""
 
     def initialize(self, *arguments: Any) -> None:
-        """Start it, or hang."""
+        """Start the process group, or hang if the plan has ``late`` on this rank."""
         if due("late", 0):
             hang()
         super().initialize(*arguments)

@@ -29,15 +29,15 @@ class Result:
         summary.unlink()
 
     def sent(self, name: str) -> list[int]:
-        """Return a count of bytes of each rank."""
+        """Return the bytes that each rank has sent, for one kind of transfer."""
         return [each[name] for each in self.report["dense_bytes"]]
 
     def differs(self, other: "Result") -> float:
-        """Return the largest difference of a number."""
+        """Return the largest absolute difference between the two results."""
         return max(float(np.abs(value - other.arrays[name]).max()) for name, value in self.arrays.items())
 
     def equals(self, other: "Result") -> bool:
-        """Whether all bits are equal."""
+        """Whether the arrays of the two results are bit-identical."""
         return all(value.tobytes() == other.arrays[name].tobytes() for name, value in self.arrays.items())
 
 
@@ -77,7 +77,7 @@ def test_regions_give_the_result_of_one_all_reduce_with_half_the_bytes_between_t
 @pytest.mark.row("S4-23")
 def test_regions_without_a_rank_are_refused(make_stack: MakeStack) -> None:
     trainer, _ = trained(make_stack(), 2, code=2, regions={"east": [0], "west": [2]})
-    trainer.says("regions: expected each rank, 0 to 1, in one region; in no region: 1; no such rank: 2")
+    trainer.says("regions: expected each rank from 0 to 1 in exactly one region; in no region: 1; no such rank: 2")
 
 
 @pytest.mark.row("S4-24")

@@ -114,7 +114,7 @@ def test_a_person_debugs_one_of_two_ranks(start: Start, tmp_path: Path) -> None:
 
 
 def the_commands_of_pdb_work(terminal: Terminal, folder: Path) -> None:
-    """The other rank runs on and waits at a collective, longer than the limit that the script gave it."""
+    """The other rank continues, and waits at a collective for longer than the time limit that the script set."""
     stops(terminal, 0)
     assert "-> value = added(value)" in terminal.content
     says(folder, 0, "[0] one 42")
@@ -180,7 +180,7 @@ def test_the_rank_that_fails_stops_at_its_error_and_the_others_are_held(start: S
     env = {"BREAKPOINT_TMP_FILE_PATH": str(tmp_path), "RANK_TO_DEBUG": "3"}
     command = ("-m", "persia", "debug", "run", "--pm", "--rank", 1, "--nproc", 4, "--", SCRIPT, "failing")
     terminal = start(*command, spares=4, env=env)
-    stops(terminal, 0)  # the option wins over the variable
+    stops(terminal, 0)  # the option --rank overrides RANK_TO_DEBUG
     for rank in (0, 2, 3):
         says(tmp_path, rank, "waiting for clear_()")
     terminal.type("c\n")
@@ -328,7 +328,7 @@ def test_with_servers_no_limit_of_persia_ends_a_rank(make_stack: MakeStack, star
 
 
 def an_error_is_examined_before_the_others_know(start: Start, folder: Path, env: dict[str, str]) -> None:
-    """The context of the rank that fails is not left yet."""
+    """The failed rank stops at the prompt inside its context, so the other rank gets no message of the failure."""
     command = ("-m", "persia", "debug", "run", "--pm", "--nproc", 2, "--", SERVED, "fails")
     terminal = start(*command, spares=2, env={**env, "RANK_TO_DEBUG": "0"})
     terminal.expect(r"ValueError: as the test wants")

@@ -185,6 +185,6 @@ def test_two_ranks_of_half_a_batch_equal_one_rank_of_the_whole(
     plan = {"steps": 30, "reproducible": True}
     whole = served(make_stack, tmp_path, plan, servers=1, ranks=1, capacity=100_000)
     halves = served(make_stack, tmp_path, {**plan, "reproducible": reproducible}, servers=2, ranks=2, capacity=100_000)
-    tolerance = 1e-5 if reproducible else 5e-2  # look-ups in advance read rows that may be up to K steps old
+    tolerance = 1e-5 if reproducible else 5e-2  # look-ups in advance may miss up to K - 1 updates
     for name in whole:
         np.testing.assert_allclose(halves[name], whole[name], atol=tolerance, rtol=0, err_msg=name)

@@ -128,7 +128,7 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
 def test_values_are_those_of_evaluation(trained: Trained, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(trained.path[20], servers=3, middlewares=2).start()
     monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", ", ".join(job.middlewares))
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")  # persia-launcher sets a default; it is not used
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")  # persia-launcher sets it; InferCtx ignores it
     ctx = InferCtx(get_embedding_worker_services())
     ctx.wait_for_serving()
     model = trained.model[20]
@@ -138,10 +138,10 @@ def test_values_are_those_of_evaluation(trained: Trained, make_job: MakeJob, mon
     # A middleware that is killed is replaced by the other one.
     job.kill("middleware-0")
     assert same(values(ctx, model, as_bytes=False), trained.expected[20])
-    job.start_middleware(0).says(": ready")  # a look-up is retried for PERSIA_RPC_TIMEOUT only
+    job.start_middleware(0).says(": ready")  # wait, because a look-up is retried only for PERSIA_RPC_TIMEOUT
     job.kill("middleware-1")
     assert same(values(ctx, model, as_bytes=False), trained.expected[20])
-    # With a block, and with a model, as PersiaML documents it.
+    # PersiaML documents InferCtx as a context manager that calls the model.
     with InferCtx(job.middlewares, model=model) as inner:
         output, labels = inner.forward(requests()[4])
         assert torch.equal(output, trained.expected[20][4][0]) and labels is None
@@ -164,9 +164,9 @@ def test_a_killed_server_is_named_and_serves_again(
     assert "EMBEDDING_WORKER_SERVICE" in raised.value.hint
     job.start_server(1)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "60")
-    ctx.wait_for_serving()  # connects again, with this limit
+    ctx.wait_for_serving()  # connects again, with the new time limit
     assert same(values(ctx, model, as_bytes=True), trained.expected[10])
-    # This does not wait for the server: look-ups are retried until the server has loaded the checkpoint.
+    # No wait for the server is needed: look-ups are retried until it has loaded the checkpoint.
     job.kill("server-0")
     job.start_server(0)
     assert same(values(ctx, model, as_bytes=True), trained.expected[10])

@@ -87,7 +87,7 @@ def test_ranks_and_servers_save_and_resume_without_a_shared_disk(make_stack: Mak
     parts[0].says(f"training resumes after step {step}, from {newest}")
     exact(stack)
     assert run_url(store) == url and store.request("GET", f"/bucket/{url.removeprefix('s3://bucket/')}/FINISHED") == b""
-    # The working directories of the processes, and the folders passed to them.
+    # These are the working directories of the processes, and the folders passed to them.
     folders = [Path.cwd(), stack.folder, stack.folder / "run"]
     assert [each for each in folders if (each / "s3:").exists()] == [], "no URL is taken for a folder"
 
@@ -103,7 +103,7 @@ def is_shard(request: Request) -> bool:
 def test_a_server_that_is_killed_while_it_saves_leaves_the_old_checkpoint(
     make_stack: MakeStack, store: Server, shard: int, when: str
 ) -> None:
-    """The kill is at the first request of a save, in its middle, or after its last file. The server's rows are lost."""
+    """The server is killed at the first shard of its second save, at a later one, or after the last one."""
     with Proxy(store.address) as proxy:
         stack = ledger(make_stack, proxy.address)
         put: list[Request] = []

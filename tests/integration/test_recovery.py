@@ -24,7 +24,7 @@ from persia.nn import EmbeddingCollection, TableConfig
 
 CHAOS = ROOT / "tests" / "chaos"
 STEPS = 124
-"""So many that a signal behind step 10 or 30 arrives long before the end."""
+"""Enough steps that a signal after step 10 or 30 arrives long before the end."""
 
 
 @pytest.fixture

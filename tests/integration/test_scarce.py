@@ -61,7 +61,7 @@ class Mine(torch.nn.Module):
 
 @pytest.fixture
 def table(tmp_path: Path, no_job: None) -> Path:
-    """A folder with 700 rows and a configuration: on two ranks 12 steps of 40 rows or fewer each."""
+    """A folder with a model and 700 rows. On two ranks, a run takes 12 steps of at most 40 rows for each rank."""
     (tmp_path / "mine.py").write_text(MODEL)
     write_clicks(tmp_path / "clicks.parquet", 700)
     return tmp_path

@@ -118,7 +118,7 @@ def test_what_is_missing_and_what_disagrees(make_stack: MakeStack, healthy: str)
 
 def test_nats_that_is_not_there(no_job: None, verb: Verb) -> None:
     began = time.monotonic()
-    _, errors = verb("status", "--nats-url", "nats://127.0.0.1:1", code=3)  # in this process, to save its start
+    _, errors = verb("status", "--nats-url", "nats://127.0.0.1:1", code=3)  # starts no process
     assert time.monotonic() - began < 5
     assert errors.splitlines()[0] == "error: NATS at 127.0.0.1:1 is not reachable: [Errno 111] Connection refused"
     assert "Traceback" not in errors
@@ -164,7 +164,7 @@ def test_the_vocabulary_of_each_table(make_stack: MakeStack, monkeypatch: pytest
         held = ctx.engine.stats()["tables"]
 
         def complete() -> "subprocess.CompletedProcess[str] | None":
-            """Return the status if every process has responded within 2 s, which may be too short."""
+            """Return the status, or None if a process has not responded within 2 s, as on a busy machine."""
             done = run(env=stack.settings)
             rows = [rf"^{name} +{table['rows']:,} " for name, table in held.items()]
             wanted = [*rows, "^persia-trainer .* 17 *$"]

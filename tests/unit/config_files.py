@@ -29,7 +29,9 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
     head, *lines = str(caught.value).splitlines()
     assert head == f"persia.yml: {len(lines)} error{'s' * (len(lines) > 1)}"
     of_overrides = all(line.startswith("  --set ") for line in lines)
-    hint = "correct the values of --set" if of_overrides else "correct it, then run: persia config check persia.yml"
+    hint = "correct each error, then run: persia config check persia.yml"
+    if of_overrides:
+        hint = "correct the values of --set"
     assert caught.value.hint == hint
     assert len(caught.value.findings) == len(lines)
     return [line.removeprefix("  ").removeprefix("persia.yml:") for line in lines]

@@ -46,13 +46,13 @@ class Marked(Batches):
 
 
 class Plain(Batches):
-    """The same data set without a state dict, so its batches are counted."""
+    """The same data set without a state dict, so a resumed run counts its batches."""
 
     state_dict = load_state_dict = None  # type: ignore[assignment]
 
 
 def fails(ctx: TrainCtx, batch: TrainingBatch) -> None:
-    """Train on all batches except the failing one."""
+    """Train on a batch, or fail if it is the marked one."""
     if batch.meta is not None:
         raise ZeroDivisionError("at this batch")
     step(ctx, batch)
@@ -74,7 +74,7 @@ def run(
 
 
 def fail(times: int, *arguments: Any, **options: Any) -> None:
-    """Fail at a batch this many times."""
+    """Start a run this many times. Each of the runs must fail."""
     for _ in range(times):
         with pytest.raises((ZeroDivisionError, DataError)):
             run(*arguments, **options)

@@ -40,7 +40,8 @@ def load(path: Path) -> SmallModel:
     """Load a bundle of the small model.
 
     A bundle with the key ``damaged`` cannot be loaded. A bundle with ``broken`` ends the thread that scores. A bundle
-    with ``slow`` reports that it is loading, and loads for minutes in native code.
+    with ``slow`` reports that it is loading, and loads for minutes in native code. A bundle with ``die`` kills the
+    process.
     """
     content = json.loads((path / "manifest.json").read_text())
     if content.pop("damaged", None):
@@ -137,7 +138,7 @@ class Serving:
         return self.process.wait(30)
 
     def metric(self, line: str) -> float:
-        """Return the value of a metric of the process."""
+        """Return the value of the first metric whose line begins with this text; 0 if there is none."""
         _, _, text = self.client().ask("GET", "/metrics")
         return next((float(each.split()[-1]) for each in text.decode().splitlines() if each.startswith(line)), 0.0)
 

@@ -211,12 +211,12 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage
         ("a: {dim: 4}\nc: {dim: 4}", r"table \"?b\b|\bb\b.*no such table|`b`"),
         (
             "a: {dim: 4}\nb: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 100}}",
-            r"slot b were saved with hash_stack_config none, this run has \{hash_stack_rounds: 2, embedding_size: 100",
+            r"slot b were saved with hash_stack_config none, but this run has \{hash_stack_rounds: 2, embedding_size:",
         ),
-        ("a: {dim: 4}\nb: {dim: 4, pooling: mean}", "slot b was trained with pooling sum, this run has mean"),
+        ("a: {dim: 4}\nb: {dim: 4, pooling: mean}", "slot b was trained with pooling sum, but this run has mean"),
         (
             "a: {dim: 4}\nb: {dim: 4, sqrt_scaling: true}",
-            "slot b was trained with sqrt_scaling false, this run has true",
+            "slot b was trained with sqrt_scaling false, but this run has true",
         ),
     ],
 )

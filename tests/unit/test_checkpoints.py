@@ -292,7 +292,7 @@ def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> N
 def test_a_second_loop_of_a_resumed_run_is_a_warning(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A resumed script repeats the passes before its checkpoint, which is at the end of the third pass here."""
+    """A resumed script repeats the passes before its checkpoint. In this test, it is at the end of the third pass."""
     configure(SLOTS)
     for resumed in (False, True):
         with make(checkpoints=Checkpoints(tmp_path / "run", every=3)) as ctx, caplog.at_level(logging.WARNING):
@@ -305,7 +305,7 @@ def test_a_second_loop_of_a_resumed_run_is_a_warning(
 def test_a_checkpoint_is_complete_before_another_generation_begins(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers cancel the files of an earlier generation."""
+    """When a generation begins, servers cancel the unfinished files of earlier generations."""
     configure(SLOTS)
     found: list[bool] = []
     with make() as ctx:

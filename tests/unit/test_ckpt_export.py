@@ -322,7 +322,7 @@ def test_a_missing_bucket_and_a_store_that_does_not_answer(saved: Path, monkeypa
     assert "AWS_ENDPOINT_URL" in caught.value.hint
 
 
-# --- Permissions: here, the server checks the policies of users
+# --- Permissions: in these tests, the server checks the policies of users
 
 
 def request(server: Server, method: str, path: str, body: bytes = b"") -> None:

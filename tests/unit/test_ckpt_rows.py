@@ -249,7 +249,7 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     good = write(tmp_path / "good.parquet", pa.array([1, 2]), vectors(2), ("user", "vector"))
     assert "no column 'id'; its columns are user, vector; choose one with --id-column" in error(good)
     assert "--weights-column" in error(good, "--id-column", "user")
-    assert "is double: expected integers or strings" in error(
+    assert "has type double, expected an integer or string type" in error(
         write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2))
     )
     assert "expected a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))

@@ -239,7 +239,7 @@ def test_a_learning_rate_that_does_not_fit_changes_nothing(tmp_path: Path) -> No
 
 
 def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error ends a collection that cannot begin, or one that is closed in a failed run."""
+    """The backend is closed with the error, if a collection cannot begin or is collected after a failed run."""
     ends: list[BaseException | None] = []
     made: weakref.WeakSet[LocalBackend] = weakref.WeakSet()  # backends of other tests may be closed in the meantime
     make, close = LocalBackend.__init__, LocalBackend.close

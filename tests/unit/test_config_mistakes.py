@@ -108,7 +108,7 @@ from persia.errors import ConfigError
         ("model: {deep_mlp: [3, x]}", "8:23: model.deep_mlp[1]: found `x`, allowed: a whole number"),
         (
             "model: {num_dense: 3}",
-            "8:9: model.num_dense: found, but it follows from `features` and `labels`: remove it",
+            "8:9: model.num_dense: found, but its value follows from `features` and `labels`: remove it",
         ),
         ("model: {class: a.b}", "8:16: model.class: found `a.b`, allowed: `module:Class`, such as `my_model:MyModel`"),
         # blocks together

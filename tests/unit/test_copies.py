@@ -25,7 +25,7 @@ URL = "s3://bucket/runs/census"
 
 @pytest.fixture(autouse=True)
 def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configure the environment for the server, which is empty."""
+    """Empty the server, and set the variables of a store to the server."""
     server.empty()
     use(server.address, monkeypatch)
 

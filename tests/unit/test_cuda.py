@@ -98,7 +98,7 @@ def scaled(scale: LossScale | None) -> TrainCtx:
 
 
 def train(ctx: TrainCtx, steps: int, spoil: int = -1) -> list[float]:
-    """Return the loss that each step back-propagated. The gradient of one step overflows."""
+    """Return the loss that each step back-propagated. The gradient of the step ``spoil``, from 0, overflows."""
     losses = []
     for number, batch in enumerate(DataLoader(Batches(steps), reproducible=True)):
         output, labels = ctx.forward(batch)

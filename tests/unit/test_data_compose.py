@@ -98,7 +98,7 @@ def test_every_position_gives_the_batches_after_it(
     with pytest.raises(DataError, match="other columns are read"):
         sent(whole[0][1])
     path.write_text(path.read_text().replace("train: {weight: w}", "").replace("batch_size: 6", "batch_size: 5"))
-    with pytest.raises(DataError, match=r"batch_size: 6 then, 5 now") as other:
+    with pytest.raises(DataError, match=r"batch_size: 6 in the checkpoint, 5 now") as other:
         sent(whole[0][1])
     assert other.value.hint == "use the files and settings of the checkpoint, or start a new run"
     for foreign in ("row 7", "7", '{"row": 7}', "{}"):

@@ -93,7 +93,7 @@ def test_rank_0_that_runs_already_is_no_stranger(tmp_path: Path, monkeypatch: py
         ("localhost", "fail", "expected HOST:PORT"),
         ("0.0.0.0:99999", "fail", "expected HOST:PORT"),
         ("203.0.113.7:8888", "fail", "203.0.113.7 is not an address of this host"),
-        ("no-such-host.invalid:8888", "fail", "the name no-such-host.invalid has no address here"),
+        ("no-such-host.invalid:8888", "fail", "the name no-such-host.invalid has no address on this host"),
     ],
 )
 def test_an_address_to_listen_at(value: str, status: str, text: str) -> None:
@@ -212,7 +212,7 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_address_of_a_name_is_tried(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``localhost`` has the addresses ::1 and 127.0.0.1. A service listens on one of them."""
+    """A service listens at only one of the two addresses of a name, as with ``localhost``."""
     port = listener.getsockname()[1]
 
     def resolve(host: str, port: int | None, **options: object) -> list[object]:
@@ -291,7 +291,7 @@ def test_a_loopback_address_of_another_host_is_named(listener: socket.socket) ->
     ],
 )
 def test_parts_that_do_not_fit_have_a_remedy(cause: Cause, remedy: str) -> None:
-    """The cause determines the remedy, not the text."""
+    """The remedy depends on the cause of the problem, not on its text."""
     found = Status([], [Problem(cause, "persia-server 0 is missing, different values of replicas: …")])
     (job,) = (check for check in services.services(found, "j") if check.name == "job")
     assert job.found == found.problems[0].text and remedy in job.next and "; " not in job.next.partition(" in each ")[0]

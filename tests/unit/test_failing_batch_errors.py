@@ -59,11 +59,11 @@ def test_the_batch_whose_look_up_failed_is_blamed(run_folder: Path, monkeypatch:
 
 @pytest.mark.parametrize("where", ["in backward", "behind backward", "behind a loop that was left"])
 def test_a_look_up_ahead_that_is_refused_is_not_blamed_on_the_batch_in_work(run_folder: Path, where: str) -> None:
-    """The store has 32-bit steps, which the engine itself does not check."""
+    """The store refuses steps beyond 32 bits. The engine does not check steps, so the look-up itself is refused."""
     last = 2**32 - 1
 
     class Waiting(Batches):
-        """The refused batch follows when it is requested."""
+        """The batch whose look-up is refused is yielded only after the test has set ``asked``."""
 
         asked = threading.Event()
 

@@ -160,7 +160,7 @@ def test_a_damaged_record_counts_for_nothing(run_folder: Path, caplog: pytest.Lo
 def test_records_that_cannot_be_listed_stop_no_training(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks wait for the steps that this rank has recorded."""
+    """Sharing the recorded steps is collective: if it failed on one rank, the others would wait for that rank."""
     whole = Path.glob
 
     def glob(path: Path, pattern: str) -> Any:

@@ -71,14 +71,14 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 def test_a_folder_that_takes_no_saves_is_told_before_training(configure: Configure) -> None:
     configure(SLOTS)
     told = rf"Checkpoint storage validation failed: .*/proc: user {os.geteuid()} cannot write here: .*; the folder"
-    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # refuses every user
+    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # read-only
         pytest.fail("training began")
 
 
 def test_a_dump_that_failed_does_not_end_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error is logged when it occurs, and raised at the next wait, which is the end of the context here."""
+    """The error is logged when it occurs, and raised at the next wait. In this test, the context waits at its end."""
     write = Save._write
 
     def refuse(self: Save) -> None:
@@ -162,7 +162,7 @@ def test_a_save_that_is_given_up_as_ranks_agree_is_counted(
     checkpoints = Checkpoints(tmp_path / "run", every=10)
 
     def all_gather(self: LocalBackend, what: str, mine: object) -> list[object]:
-        checkpoints.failed += what == "checkpoint"  # in the thread that writes
+        checkpoints.failed += what == "checkpoint"  # as if the thread that writes gave up the save at this moment
         return [mine]
 
     monkeypatch.setattr(LocalBackend, "all_gather", all_gather)

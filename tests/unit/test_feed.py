@@ -40,7 +40,7 @@ def ranks() -> Iterator[MakeRanks]:
 
 @pytest.mark.parametrize("module", [channel, rpc])
 def test_grpc_knows_the_options(module: ModuleType) -> None:
-    """gRPC ignores options with unknown names. With a wrong ping limit, connections that are idle for long end."""
+    """gRPC ignores options with unknown names. Without the ping limit, connections that are idle for long would end."""
     names = re.findall(r'"(grpc\.[a-z0-9_.]+)"', Path(str(module.__file__)).read_text())
     library = Path(str(importlib.import_module("grpc._cython.cygrpc").__file__)).read_bytes()
     assert "grpc.http2.min_ping_interval_without_data_ms" in names

@@ -324,7 +324,7 @@ def all_queued(run: Ranks, count: int) -> bool:
 def test_a_restarted_script_begins_at_its_position(
     ranks: MakeRanks, replay_warnings: ReplayWarnings, ranks_of_run: int
 ) -> None:
-    """The ranks have received all batches up to a certain one. At most one batch for each rank is made again."""
+    """The ranks have received the first batches. The script repeats at most ``2 * ranks_of_run - 1`` of them."""
     for received in range(5 * ranks_of_run):
         run = ranks(ranks_of_run, buffer=40)
         first = connect(run)

@@ -34,7 +34,7 @@ def append(path: Path, text: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The logs of a run with a server and a trainer."""
+    """The folder of the logs of a run with a server and a trainer."""
     made = tmp_path / "runs" / "one" / "logs"
     made.mkdir(parents=True)
     (made / "server-0.log").write_text(line(1, "info  ready") + line(4, "info  served"))

@@ -52,7 +52,7 @@ LOADED = "import sys\nprint('loaded' if 'torch' in sys.modules else 'not loaded'
 RANK = "import os, sys, time\nprint('process:', os.getpid(), flush=True)\ntime.sleep(60)\n"
 
 STARTED: list[Part] = []
-"""They end with the test."""
+"""The processes that a test has started, which end with it."""
 
 
 def python(*words: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Part:

@@ -361,7 +361,7 @@ def test_a_collection_with_other_features_is_refused(tmp_path: Path, caplog: pyt
     one = tables("a")
     one({"a": torch.arange(3)})["a"].sum().backward()
     one.save(tmp_path / "one")
-    with pytest.raises(CheckpointError, match="a was trained with pooling sum, this run has mean"):
+    with pytest.raises(CheckpointError, match="a was trained with pooling sum, but this run has mean"):
         tables("a", pooling="mean").load(tmp_path / "one")
 
 

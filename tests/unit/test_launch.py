@@ -100,7 +100,7 @@ def test_ranks_know_their_place(launch: Launch, tmp_path: Path, order: str) -> N
 def test_nats_is_where_persiaml_has_it_unless_a_variable_says_so(
     launch: Launch, tmp_path: Path, given: str | None, seen: str
 ) -> None:
-    """An empty variable selects the embedded mode."""
+    """An empty PERSIA_NATS_URL selects the embedded mode."""
     (tmp_path / "train.py").write_text("import os\nprint(f\"url=<{os.environ['PERSIA_NATS_URL']}>\")\n")
     code, output = result(launch("nn-worker", "train.py", env={"PERSIA_NATS_URL": given}))
     assert code == 0 and f"url=<{seen}>" in output, output
@@ -131,7 +131,7 @@ def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path
 def test_a_path_in_a_variable_may_end_in_a_blank(
     launch: Launch, tmp_path: Path, part: str, variable: str, text: str
 ) -> None:
-    """A path in PersiaML's env file ends in a blank, which Docker keeps."""
+    """A path in PersiaML's env file ends with a space, which Docker keeps."""
     (tmp_path / "config.yml").write_text(text)
     code, output = result(launch(part, env={variable: "config.yml "}))
     assert code == 2, output
@@ -343,7 +343,7 @@ def test_output_that_cannot_be_written_stops_no_program() -> None:
 def test_an_unusable_token_file_is_exit_code_5(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
-    """The servers have the same exit code."""
+    """Servers exit with the same code if their token file is unusable."""
     path = tmp_path / "token"
     if content is not None:
         path.write_text(content)

@@ -75,7 +75,7 @@ def write(folder: Path, summary: Mapping[str, Any]) -> None:
 def test_a_signal_ends_it_with_0_if_the_run_has_stopped(
     start: Start, tmp_path: Path, summaries: list[str | None], code: int
 ) -> None:
-    """If the summary at the start is that of a stopped run, this run is to be resumed."""
+    """A summary of a stopped run that exists at the start does not count, because the job resumes this run."""
     (tmp_path / "send.py").write_text("import pathlib, time\npathlib.Path('sends').touch()\ntime.sleep(600)\n")
     first, *later = summaries
     if first is not None:
@@ -120,7 +120,7 @@ def test_a_script_that_fails_after_the_run_is_no_failure(start: Start, tmp_path:
 
 def test_a_script_that_fails_before_the_end_of_the_run_is_a_failure(start: Start, tmp_path: Path) -> None:
     (tmp_path / "send.py").write_text("raise SystemExit(5)\n")
-    write(tmp_path, SUMMARIES["stopped"])  # of an attempt before
+    write(tmp_path, SUMMARIES["stopped"])  # the summary of an earlier attempt
     process = start()
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 5, errors

@@ -181,7 +181,7 @@ def test_the_launcher_of_data_compose_in_a_pod_needs_an_index(run: Run, packaged
     assert run(*command, POD_INDEX="1", REPLICA_INDEX="").stdout == "data-loader --until-finished\n"
     refused = run(*command, POD_INDEX=pod, REPLICA_INDEX="", check=False)
     assert refused.returncode == 2 and f"from REPLICA_INDEX= and POD_INDEX={pod}\n" in refused.stderr
-    # Outside pods the launcher has --replica-index.
+    # Outside pods, the option --replica-index gives the launcher its index.
     assert run(*command, REPLICA_INDEX="").stdout == "data-loader --until-finished\n"
 
 
@@ -325,13 +325,13 @@ def test_persia_yml_takes_the_place_of_the_default_of_the_slots(run: Run) -> Non
     assert run(*show, **default).stdout == f"{slots} {general}\n"
     assert run(*show, **default, PERSIA_CONFIG="persia.yml").stdout == "none none\n"
     chosen = {"PERSIA_EMBEDDING_CONFIG": "mine.yml", "PERSIA_GLOBAL_CONFIG": "mine.yml", "PERSIA_CONFIG": "persia.yml"}
-    assert run(*show, **chosen).stdout == "mine.yml mine.yml\n"  # the launcher refuses the first value
+    assert run(*show, **chosen).stdout == "mine.yml mine.yml\n"  # the launcher refuses the slots
 
 
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
     (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')
-    # The command that computes the file's hash represents any moment of the start.
+    # This sha256sum, which the entry point calls during the start, sends SIGTERM to the entry point.
     script(packaged / "sha256sum", 'kill -TERM "$PPID"')
     script(packaged / "persia-launcher", "exit 42")
     result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB="one", check=False)

@@ -30,7 +30,7 @@ def local(text: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder with the logs of a server, a middleware and a trainer with two ranks."""
+    """A folder with the run ``runs/one``: logs of a server, a middleware and a trainer with two ranks."""
     folder = tmp_path / "runs" / "one" / "logs"
     folder.mkdir(parents=True)
     served = {"ts": "2025-11-25T10:00:02.5Z", "level": "info", "event": "look-up served", "service": "persia-server"}
@@ -135,7 +135,7 @@ def test_mistakes_are_named(run: Path, verb: Verb, arguments: list[str], message
 
 
 def test_without_a_run_and_without_a_stack(verb: Verb) -> None:
-    assert "there is no stack in containers here, and no run below runs/ has logs" in verb("logs", code=2)[1]
+    assert "the current folder has no stack with containers, and no run below runs/ has logs" in verb("logs", code=2)[1]
 
 
 @pytest.mark.parametrize(

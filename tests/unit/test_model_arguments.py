@@ -98,9 +98,8 @@ def test_a_model_that_refuses_an_argument(
     if place in ("hiden", "class"):
         assert not verb("config", "check", str(path))[1], "the source does not show it"
     errors = verb("train", str(path), "--test", "--local", code=2)[1]
-    assert (
-        f"{path}:{line}: {text}" in errors and f"next:  correct it, then run: python -m persia.testing {path}" in errors
-    )
+    assert f"{path}:{line}: {text}" in errors
+    assert f"next:  correct each error, then run: python -m persia.testing {path}" in errors
 
 
 @pytest.mark.row("S1-04")

@@ -124,13 +124,13 @@ def test_counters_go_on_in_the_next_context_and_evaluations_are_no_steps(
                 output, labels = ctx.forward(batch)
                 ctx.backward(loss_fn(output, labels[0]))
                 now[0] += 1000.0
-                flight.apart()  # an evaluation does this
+                flight.apart()  # as an evaluation does
     samples = read(own().address)
     assert of(samples, "persia_trainer_samples_total") == 2 * 3 * 32
     assert of(samples, "persia_trainer_steps_total") == 6
     assert of(samples, "persia_trainer_step_duration_seconds_sum") == 0
-    assert ("persia_trainer_loss", (("rank", "0"),)) not in samples  # there is no context
-    assert ("persia_trainer_checkpoint_age_seconds", (("rank", "0"),)) not in samples  # there are no checkpoints
+    assert ("persia_trainer_loss", (("rank", "0"),)) not in samples  # no context is open
+    assert ("persia_trainer_checkpoint_age_seconds", (("rank", "0"),)) not in samples  # the run has no checkpoints
 
 
 def test_a_checkpoint_that_cannot_be_written_grows_old_and_is_counted(
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_differs_when_it_is_read_again_is_not_written(
 def test_the_age_of_a_checkpoint_is_the_time_of_the_steps_since(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    ctx: Any = pytest  # any object that can be referred to weakly
+    ctx: Any = pytest  # any object that supports weak references
     saves, metrics = SimpleNamespace(every=2, written=0, failed=0), monitor.TrainerMetrics()
     monkeypatch.setattr(metrics, "_add_context", lambda *_: None)
 

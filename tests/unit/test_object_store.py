@@ -55,7 +55,7 @@ def exactly(store: Server, url: str) -> None:
 
 
 def small(url: str, steps: int, first: int = 0) -> None:
-    """Train on batches of three ids, and save after each step."""
+    """Train on batches of three ids, and save after each step above ``first``."""
     with make() as ctx:
         for batch in DataLoader(Batches(steps, ids=3, batch_size=4), reproducible=True):
             step(ctx, batch)
@@ -305,7 +305,7 @@ def test_what_a_killed_save_has_left_is_deleted_once_it_is_old(configure: Config
     assert ".saving-77/shard-000.arrow" in store.keys(f"{RUN}/step-2/")
 
     def saved_later() -> bool:
-        """Times of the store have whole seconds."""
+        """Save until the remains are older than the newest checkpoint: times of the store have whole seconds."""
         small(f"{URL}/step-3", 3, first=2)
         core.prune(URL, 3)
         return store.keys(f"{RUN}/step-2/") == ["notes.txt"]

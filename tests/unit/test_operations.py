@@ -131,7 +131,8 @@ def test_the_keys_of_ranks_reach_their_options(
     found = option(config, monkeypatch, 2)
     assert isinstance(found, DDPOption)
     assert (found.regions, found.compression, found.backend) == (regions, Compression("bf16"), "gloo")
-    with pytest.raises(UsageError, match=r"regions: expected each rank, 0 to 2, in one region; in no region: 2"):
+    told = "regions: expected each rank from 0 to 2 in exactly one region; in no region: 2"
+    with pytest.raises(UsageError, match=told):
         option(config, monkeypatch, 3)
     assert option(config, monkeypatch, 1) is None
     assert "dist.regions and dist.compression have no effect with one rank" in caplog.text

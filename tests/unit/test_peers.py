@@ -196,7 +196,7 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
 
 
 class DiskFullError(StorageError):
-    """A class that exists only in the module of the failing code."""
+    """A class of the failing code, which the other ranks do not know."""
 
 
 def test_another_ranks_error_keeps_its_hint_and_the_class_that_all_ranks_know(meet: Meet, pool: Executor) -> None:

@@ -93,8 +93,8 @@ def test_a_resumed_reader_refuses_other_data_and_settings(folder: Path) -> None:
     files = open_files(str(folder))
     state = RecordReader(files, 32, shuffle=True).state_dict()
     for other, text in (
-        (RecordReader(files, 16, shuffle=True), "batch_size: 32 then, 16 now"),
-        (RecordReader(files, 32, shuffle=True, seed=3), "seed: 0 then, 3 now"),
+        (RecordReader(files, 16, shuffle=True), "batch_size: 32 in the checkpoint, 16 now"),
+        (RecordReader(files, 32, shuffle=True, seed=3), "seed: 0 in the checkpoint, 3 now"),
         (RecordReader(open_files(str(folder / "a.parquet")), 32, shuffle=True), "files:"),
     ):
         with pytest.raises(DataError, match=text):
@@ -157,7 +157,7 @@ def test_a_file_is_given_once(folder: Path) -> None:
 
 
 def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
-    """An additional file, another order or another folder does not change the part of a row. Partitions are files."""
+    """Other files, their order or the parent folder do not change the part of a row. Folders like ``day=2`` do."""
     for name, start in (("day=2/m", 0), ("day=3/m", 1000), ("more/day=1/m", 2000)):
         (tmp_path / name).parent.mkdir(parents=True)
         pa.parquet.write_table(table(start), tmp_path / f"{name}.parquet")
@@ -178,7 +178,7 @@ def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
 
 
 def test_a_position_of_an_older_split_is_refused_by_name(folder: Path) -> None:
-    """Older versions divided rows by the number of their file."""
+    """Older versions divided rows by the index of their file in the list of files."""
     reader = RecordReader(open_files(str(folder)), 32, split=HashSplit())
     state = json.loads(json.dumps(reader.state_dict()))
     del state["of"]["split"]["row"]
@@ -207,7 +207,7 @@ def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
     ("given", "wanted"), [(20240106, "2024-01-06"), (1704499200, "2024-05-01"), (2024.5, "2024-05-01")]
 )
 def test_a_number_is_no_time(kind: pa.DataType, given: float, wanted: str) -> None:
-    """Read as seconds, 20240106 would be a time in 1970, and all rows would be in the test part."""
+    """Read as seconds, 20240106 would be a time in 1970, and all rows would be in the validation part."""
     batch = pa.record_batch({"time": table()["time"].combine_chunks().cast(pa.date32()).cast(kind)})
     with pytest.raises(
         UsageError, match=f"split by 'time': valid={given} is a number, but the column is of type"
@@ -306,7 +306,7 @@ def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_as_an_editor_does(tmp_path: Path) -> None:
-    """Empty lines are no rows, a value in quotes may have several lines, and a file may have no header."""
+    """Empty lines are not rows, a value in quotes may have several lines, and a file may have no header."""
     path = tmp_path / "a.csv"
     path.write_text('"text","row"\n\n"one\nline",1\r\n"a ""b""",2\n\n\nc,3\n"d",x\n')
     files = open_files(str(path), types={"row": pa.int64()}, used_by={"row": ["features.row (a.yml:7)"]})

@@ -211,11 +211,11 @@ def wheel(
     [
         (("Version: 1.2.3", "Version: 1.2.4"), "has version 1.2.4, expected 1.2.3"),
         (("Name: persia-core", "Name: other"), "is called other"),
-        (("License-Expression: MIT OR Apache-2.0\n", ""), "has no licence"),
+        (("License-Expression: MIT OR Apache-2.0\n", ""), "has no license"),
         (("License-Expression: MIT OR Apache-2.0", "License-Expression: Nonsense"), "Nonsense"),
         (("Summary: An engine\n", ""), "has no summary"),
         (("License-File: LICENSE-MIT", "License-File: LICENSE-BSD"), "does not contain its LICENSE-BSD"),
-        (("License-File: LICENSE-MIT\n", ""), "contains no licence"),
+        (("License-File: LICENSE-MIT\n", ""), "contains no license"),
     ],
 )
 def test_wrong_metadata_is_named(tmp_path: Path, change: tuple[str, str], said: str) -> None:

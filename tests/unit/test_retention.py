@@ -61,7 +61,7 @@ def test_checkpoints_older_than_keep_days_are_deleted_but_the_newest(
 
 @pytest.fixture
 def damaged(configure: Configure, tmp_path: Path) -> Path:
-    """The steps 10, 20 and 25, of which the newest has a damaged file."""
+    """The folder of checkpoints of the steps 10, 20 and 25. The newest has a damaged file."""
     configure(SLOTS)
     with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         train(ctx, DataLoader(Batches(STEPS)))
@@ -124,7 +124,7 @@ def test_prune_refuses_what_it_would_not_understand(tmp_path: Path, verb: Verb) 
 
 
 def failing(times: int, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first saves fail."""
+    """Let the first ``times`` saves fail."""
     write, tries = Save._write, itertools.count(1)
 
     def refuse(self: Save) -> None:

@@ -50,9 +50,9 @@ class PanicError(BaseException):
 
 
 PANIC = 999
-"""The score with which a gate panics."""
+"""The first score of a batch for which a gate raises ``PanicError``."""
 NO_NUMBER = 888
-"""The score in whose place a gate gives NaN."""
+"""The score that a gate replaces by NaN."""
 
 
 def rows(*users: int) -> list[dict[str, Any]]:

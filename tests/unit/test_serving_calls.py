@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def connect(server: Serving) -> grpc.aio.Channel:
-    """Open a separate connection, because a connection has a limited number of calls."""
+    """Open a separate connection, because the server limits the concurrent calls of one connection."""
     options = (("grpc.use_local_subchannel_pool", 1),)
     return grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=options)
 

@@ -61,7 +61,7 @@ def test_a_real_run_is_not_resumed_with_random_rows(
     verb("train", config)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "saves" / "one").rglob("*")}
     out = verb("train", config, "--resume", "--set", "data.synthetic=true", code=2)
-    assert "data.synthetic: False then, True now" in out
+    assert "data.synthetic: False in the run, True now" in out
     verb("train", config, "--set", "data.synthetic=true")
     assert (tmp_path / "saves" / "synthetic" / "one").is_dir()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "saves" / "one").rglob("*")} == before

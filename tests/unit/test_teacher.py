@@ -11,7 +11,7 @@ from conftest import ROOT, Verb
 from tutorials import blocks
 
 SMALL = {"2000000": "160000", "500000": "100000", "20,200,500": "5,20,50", "batch_size: 1024": "batch_size: 512"}
-"""Sizes of a small case."""
+"""Replacements in the documented commands and configuration that make the case small."""
 
 
 @pytest.mark.clone

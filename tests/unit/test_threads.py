@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def hyperthreads(root: Path, siblings: Sequence[str]) -> Path:
-    """Write the kernel's folder of processors, which has, for each processor, the processors of its core."""
+    """Write files like those in which the kernel lists, for each processor, all processors of the same core."""
     for number, each in enumerate(siblings):
         (root / f"cpu{number}" / "topology").mkdir(parents=True)
         (root / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(f"{each}\n")

@@ -149,6 +149,7 @@ def test_a_name_that_no_job_can_have(tmp_path: Path, verb: Verb) -> None:
     write_clicks(tmp_path / "clicks.parquet", 300)
     path = str(write_config(tmp_path, run={"name": "x" * 65}))
     _, errors = verb("train", path, "--nproc", "2", code=2)
-    assert "run.name: found `xxx" in errors and f"next:  correct it, then run: persia train {path} --nproc 2" in errors
+    assert "run.name: found `xxx" in errors
+    assert f"next:  correct each error, then run: persia train {path} --nproc 2" in errors
     _, errors = verb("train", path, "--nproc", "65", code=2)
     assert "--nproc 65: a job on one host has at most 64 ranks" in errors

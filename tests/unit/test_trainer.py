@@ -266,7 +266,7 @@ def test_save_and_evaluate_between_reports(tmp_path: Path) -> None:
 
 def test_another_configuration_or_transform_is_refused(tmp_path: Path) -> None:
     trainer, _ = fit(config_of(tmp_path))
-    with pytest.raises(ConfigError, match=r"train.seed: 0 then, 7 now"):
+    with pytest.raises(ConfigError, match=r"train.seed: 0 in the run, 7 now"):
         Trainer(config_of(tmp_path, train={"seed": 7})).resume().fit()
     assert trainer.folder is not None
     path = trainer.folder.path / "transform.json"

@@ -73,7 +73,7 @@ SGD: dict[str, Any] = {
     "embedding_optimizer": {"name": "sgd", "lr": 0.1},
     "dense_optimizer": {"name": "sgd", "lr": 0.1},
 }
-"""Optimizers without a root of squared gradients, which makes rounding errors of tiny gradients large."""
+"""Optimizers that do not divide by a root of squared gradients, which amplifies rounding errors of tiny gradients."""
 
 
 @pytest.mark.row("S3-02", "S3-03")
@@ -149,7 +149,7 @@ def test_a_resumed_run_begins_with_the_rows_that_fit(tmp_path: Path) -> None:
         reports = trainer.fit()
         next(reports)
         trainer.save()
-    for given, size in ((None, 50), (40, 40)):  # a different number in the file is used
+    for given, size in ((None, 50), (40, 40)):  # a number in the configuration overrides that of the checkpoint
         config = small(tmp_path, data={"epochs": 2}, train={**SGD, "micro_batch": given}, run={"name": "again"})
         model = scarce(config, 0)
         sizes: list[int] = []

@@ -178,7 +178,7 @@ def test_a_run_in_half_the_bytes(tmp_path: Path, precision: str) -> None:
 @pytest.mark.row("S3-06", "S3-32")
 def test_an_overflow_of_fp16_skips_the_step_of_model_and_rows_and_halves_the_scale(tmp_path: Path) -> None:
     class Steep(torch.nn.Module):
-        """A model whose gradient is beyond float16 at the first scale, and not at a quarter of it."""
+        """A model whose gradient exceeds float16 at the first loss scale and half of it, but not at a quarter."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -91,7 +91,7 @@ def test_a_test_part_of_its_own_may_be_replaced(tmp_path: Path) -> None:
 def test_an_evaluation_refuses_another_configuration(tmp_path: Path) -> None:
     fit(small(tmp_path))
     other = small(tmp_path, data={"split": {"seed": 5}})
-    with Trainer(other).resume() as again, pytest.raises(ConfigError, match=r"data\.split\.seed: 0 then, 5 now"):
+    with Trainer(other).resume() as again, pytest.raises(ConfigError, match=r"data\.split\.seed: 0 in the run, 5 now"):
         again.evaluate()
 
 
@@ -194,7 +194,7 @@ def test_a_run_that_stopped_and_lost_its_best_checkpoint_trains_on(tmp_path: Pat
 
 
 def test_the_best_checkpoint_is_uploaded_beside_the_saves(tmp_path: Path) -> None:
-    for name in ("", "best"):  # a folder as an object store
+    for name in ("", "best"):  # folders that represent an object store
         (tmp_path / "store" / "one" / name).mkdir(parents=True, exist_ok=True)
     upload = {"upload_to": f"file://{tmp_path}/store"}
     trainer, reports = fit(small(tmp_path, train={"early_stop": {}, "evaluate_every": 3}, checkpoint=upload))

@@ -51,7 +51,7 @@ def wrong_csv(folder: Path, row: int, name: str = "wrong.csv") -> Path:
     return folder / name
 
 
-# --- what is judged
+# --- the rows that eval scores
 
 
 def test_eval_says_what_it_has_judged(verb: Verb, folder: Path) -> None:

@@ -27,7 +27,7 @@ def write_clicks(path: Path, rows: int = 2000, ids: tuple[int, ...] = (50, 200))
 
 
 def write_config(folder: Path, **blocks: Any) -> Path:
-    """Write a persia.yml for ``clicks.parquet``. Keys of given blocks are merged with the defaults of most blocks."""
+    """Write a persia.yml for ``clicks.parquet``. Given keys are merged into most blocks, and replace the others."""
     content: dict[str, Any] = {
         "data": {"train": "clicks.parquet", "batch_size": 128},
         "features": FEATURES,

@@ -156,7 +156,7 @@ class Backend(ABC):
         """
         if rows.optimizer is not None:
             self.configuration.check_trains()
-        self.join_checkpoint_thread()  # servers stop writing files of an earlier generation
+        self.join_checkpoint_thread()  # a new generation ends saves of an earlier one
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
         self._begin(rows, after_generation, step, seed)

@@ -53,9 +53,9 @@ class EvaluationReport:
 
 
 class Evaluation:
-    """Counts the ids without a row, one evaluation at a time; :meth:`end` ends an evaluation.
+    """Counts the ids without a row, one evaluation at a time; :meth:`end` ends the current one.
 
-    It logs one warning for each slot, and one for empty tables.
+    It logs at most one warning about each slot, and at most one about empty tables.
 
     Args:
         backend: The access to the rows.
@@ -84,7 +84,7 @@ class Evaluation:
         if report.missing and report.batches & (report.batches - 1) == 0:
             self._count_slots(batch)
         if missing and missing == ids and not self._asked_rows:
-            self._asked_rows = True  # once in an evaluation, because this queries the servers
+            self._asked_rows = True  # once per evaluation, because the next line queries the servers
             self._warned_empty = self._warned_empty or self._warn_if_empty(batch)
         self._warn(_ENOUGH)
 
@@ -106,7 +106,7 @@ class Evaluation:
     def _count_slots(self, batch: Batch) -> None:
         try:
             counts = self._backend.engine.missing(batch)
-        except StaleGenerationError:  # a training loop has started after the look-up
+        except StaleGenerationError:  # a training loop has begun a new generation since the look-up
             return
         slots = self.report.slots
         self.report.sampled += 1
@@ -123,7 +123,7 @@ class Evaluation:
         self._warn(1)
         by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share]
         _logger.log(
-            logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # may occur in each step
+            logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # a script may do so in each step
             "evaluation: batches: %d, ids: %d, ids without a row, which read as zeros: %.1f %%%s",
             report.batches,
             report.ids,
@@ -150,7 +150,7 @@ class Evaluation:
             shown += [f"most ids of {others} more {'slot' if others == 1 else 'slots'}"] if others > 0 else []
             _logger.warning(
                 "evaluation: %s have no row and read as zeros. Check that ids are computed as in training (hash, type, "
-                "order of columns), and that the rows are from the checkpoint of this model: %s",
+                "order of columns), and that the rows are from the checkpoint of this model. To load other rows: %s",
                 "; ".join(shown),
                 self._load,
             )

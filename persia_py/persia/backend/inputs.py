@@ -43,8 +43,9 @@ class Arranger:
     """Selects the inputs of a context's model from batches."""
 
     def __init__(self) -> None:
-        self._first_batch: InputNames | None = None  # the inputs of a model not trained in this process
-        self._unchecked = ""  # the parts whose message was already logged
+        # The inputs of the first evaluated batch, for a model that is not trained in this process.
+        self._first_batch: InputNames | None = None
+        self._unchecked = ""  # the parts that the last warning named
 
     def arrange(
         self, batch: NamedBatch, inputs: ModelInputs, model: torch.nn.Module | None, *, training: bool, whole: bool

@@ -22,8 +22,8 @@ _KEPT = 4096
 def together(peers: Peers | None, what: str) -> Iterator[None]:
     """Run the block on every rank, with a barrier at its end.
 
-    If the block fails on one rank, every rank raises an error. The others raise the message and hint of the first rank
-    that failed, with the most specific class that :mod:`persia.runtime.errors` has.
+    If the block fails on one rank, every rank raises an error. On the other ranks, the error has the message and hint
+    of the first rank that failed, and the most specific class of its error that :mod:`persia.runtime.errors` has.
     """
     failed: Exception | None = None
     try:
@@ -42,7 +42,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
 
 
 def _known_class(error: Exception) -> str:
-    """Return the name of the most specific class of an error that every rank knows."""
+    """Return the name of the most specific class of ``error`` that :mod:`persia.runtime.errors` has."""
     return next((each.__name__ for each in type(error).__mro__ if each.__name__ in errors.__all__), "PersiaError")
 
 
@@ -142,9 +142,10 @@ def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:
 
 
 def check_same(given: list[dict[str, Any]]) -> None:
-    """Check that all ranks start a loop with equal settings; ``given`` has the settings of all ranks, so all agree.
+    """Check that all ranks start a loop with equal settings; ``given`` has the settings of all ranks.
 
-    A value that is None or missing on any rank is not compared.
+    All ranks compare the same settings, so all of them or none raise an error. A value that is None or missing on any
+    rank is not compared.
 
     Raises:
         UsageError: Settings differ; the message names them and the ranks.

@@ -122,7 +122,7 @@ class RemoteBackend(Backend):
         if self.world_size > 1:
             backend = getattr(self._option, "backend", default_backend(self._device_id))
             private.check(self._host(), rank=self.rank, backend=backend)
-        address = ""  # empty without a feed; data-compose waits for a trainer with an address
+        address = ""  # empty without a feed, because data-compose waits for a trainer that has an address
         if self._takes_batches:
             self.feed = feed_server.serve(self._job, host=self._host())
             address = self.feed.address
@@ -130,7 +130,7 @@ class RemoteBackend(Backend):
         if self._peers is not None:  # a second context of this process; the ranks are already connected
             self._peers.limit_s = self._option.limit_s
             self._announcement = self._place.announce(address, {**run.announced(), **self._announced})
-            self._peers.note(self._peers.loops)  # includes a loop that the previous context left open
+            self._peers.note(self._peers.loops)  # counts a loop that the previous context left open
         elif self.world_size == 1:
             self._announcement = self._place.announce(address, self._announced)
         else:
@@ -142,7 +142,7 @@ class RemoteBackend(Backend):
             self._start_torch(store)
 
     def _host(self) -> str:
-        """Return the address of this process, even while NATS is restarted and the name of its host has no address."""
+        """Return the address of this process, even while NATS restarts and the name of NATS's host has no address."""
         return advertised_host(self._url, timeout_s=settings.start_timeout)
 
     def _start_torch(self, store: "Store") -> None:
@@ -262,7 +262,7 @@ class RemoteBackend(Backend):
             rate = rank_checks.rate(self.row_settings.optimizer, restored=self._restored)
             rank_checks.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
             generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
-            # A loop that was left early may have taken a batch without training on it.
+            # The two steps differ if a loop was left early after it had taken a batch without training on it.
             given = [generation, self.engine.step, self.trained_step, self._restored]
             generation, taken, trained, self._restored = self._peers.all_gather("generation", given)[0]
             if self.rank != 0:
@@ -364,8 +364,8 @@ class RemoteBackend(Backend):
         for peer in services.trainers(self._discovery):
             raise UsageError(
                 f"cannot call {what} in a process that only evaluates: job {self._job!r} is being trained by pid "
-                f"{peer['pid']} on {peer['host']}, and the call would drop its rows; call it in the training script, "
-                "or after training has ended"
+                f"{peer['pid']} on {peer['host']}, and the call would drop the rows of the job; call it in the "
+                "training script, or after training has ended"
             )
 
     def check_loads(self, what: str) -> None:

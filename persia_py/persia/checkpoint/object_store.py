@@ -328,7 +328,7 @@ class ObjectStore:
         except PersiaError:
             raise
         except (exceptions.BaseError, OSError) as error:
-            hint = None  # an error of the disk; the OSError of obstore for a missing object has no number
+            hint = None  # for an error of the disk; obstore's OSError for a missing object has no errno
             if isinstance(error, exceptions.BaseError) or error.errno is None:
                 is_s3 = self.url.startswith(("s3://", "s3a://"))
                 more = ", AWS_REGION and AWS_ENDPOINT_URL" if is_s3 else " and the credentials of the store"

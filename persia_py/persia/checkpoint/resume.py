@@ -20,7 +20,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     """Load the newest checkpoint, on rank 0; the other ranks get it at the start of the next training loop.
 
     Returns:
-        Whether a checkpoint exists.
+        Whether a checkpoint was loaded.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or belongs to another configuration.
@@ -74,7 +74,7 @@ def _newer_replica(store: ObjectStore, folder: Place, newest: str | None) -> str
         return None
     why = f"{folder} has no checkpoint" if newest is None else f"the checkpoints in {folder} are older"
     _logger.warning("downloading the checkpoint %s/%s, because %s", store.url, newer.name, why)
-    store.get(newer.name, Path(folder, newer.name))  # upload_to requires that ``folder`` is a folder
+    store.get(newer.name, Path(folder, newer.name))  # with upload_to, ``folder`` is never a URL
     return os.fspath(folder / newer.name)
 
 

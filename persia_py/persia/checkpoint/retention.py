@@ -101,6 +101,8 @@ def kept(found: Sequence[Saved], age: timedelta, *, least: int = 1) -> int:
 def to_delete(found: Sequence[Saved], keep: int) -> list[Saved]:
     """Return the checkpoints that :func:`prune` deletes: all after the first ``keep``, except the newest intact one.
 
+    If no checkpoint is intact, none is deleted.
+
     Args:
         found: The checkpoints of :func:`checkpoints_in`.
         keep: The number of newest checkpoints that are kept.

@@ -272,8 +272,8 @@ def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Tran
         values = "string"
     else:
         raise DataError(
-            f"{path}: column {columns.id!r} is {column.type}: expected integers or strings; convert its "
-            "values to the integers or strings of the feature"
+            f"{path}: column {columns.id!r} has type {column.type}, expected an integer or string type; convert the "
+            "column to the type that the feature has in the training data"
         )
     described = {"type": "id", "column": "id", "values": values, "dim": 1}
     described |= {"prefix": columns.prefix} if columns.prefix else {}

@@ -269,7 +269,7 @@ class RunState:
         random = state["random"].get(rng_state.rank_state(settings.rank))
         self._set_loaded(state["cursor"], None if random is None else random.get(PASSED), None)
         self.passes, self.passes_loaded = state["passes"]
-        if state["random"]:  # otherwise rank 0 has loaded only rows, and keeps its random state
+        if state["random"]:  # empty if rank 0 has loaded only rows; averaging then continues
             load_averaging(model, _averaging_in(state["random"], settings.rank))
         if random is not None:
             rng_state.restore_random_state(random, self.optimizer)

@@ -105,7 +105,8 @@ class Save:
             StorageError: A tensor cannot be copied from its device.
         """
         self._add(name, lambda file: torch.save(state, file))
-        if name == inputs.FILE:  # the manifest also gets them, because servers of an infer job cannot unpickle the file
+        # The manifest also gets the names of inputs, because servers of an infer job cannot unpickle the file.
+        if name == inputs.FILE:
             self._inputs = json.dumps(state)
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:

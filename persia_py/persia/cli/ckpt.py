@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from persia.runtime.places import Place
     from persia_core.checkpoint import Checkpoint
 
-_CHECKPOINT = "A checkpoint, or a run: its best checkpoint, or its newest if it has no best one."
+_CHECKPOINT = "A checkpoint or a run. For a run: its best checkpoint, or its newest one if it has no best one."
 
 app = typer.Typer(no_args_is_help=True, help="List, show, verify, prune, copy, export and import checkpoints.")
 
@@ -79,7 +79,7 @@ def _listing(parent: str) -> list[dict[str, Any]]:
 def _is_run(path: str) -> bool:
     """Whether a path is the folder of a run, or ``LATEST`` next to runs.
 
-    For other paths, the function needs no further imports.
+    The function imports further modules only if the path may be a run.
     """
     place = Path(path)
     if not (place.name == "LATEST" or (place / "metrics.jsonl").is_file()):
@@ -147,9 +147,11 @@ def _show_tables(head: dict[str, Any]) -> None:
 def ckpt_prune(
     parent: Annotated[str, typer.Argument(help="A run, a folder of checkpoints, or s3://bucket/prefix.")],
     older: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Delete checkpoints older than this: 7d, 12h, 30m.")
+        str | None, typer.Option(metavar="AGE", help="Delete checkpoints older than this age, such as 7d, 12h, 30m.")
     ] = None,
-    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N in any case.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Always keep the newest N checkpoints.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
 ) -> None:
     """Delete old checkpoints of a run or a folder. The newest intact one and the best one of a run are kept."""
@@ -204,7 +206,7 @@ def _age(text: str) -> timedelta:
         raise UsageError(f"--older {text}: expected an integer and d, h or m, such as 7d, 12h, 30m")
     try:
         age = timedelta(**{unit: int(number)})
-    except (OverflowError, ValueError):  # more digits than Python converts
+    except (OverflowError, ValueError):  # the age exceeds timedelta's limit, or has more digits than int() accepts
         age = timedelta.max
     if age > timedelta(days=MAX_DAYS):
         raise UsageError(f"--older {text[:20]}: expected at most {MAX_DAYS}d")

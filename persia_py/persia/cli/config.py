@@ -27,14 +27,15 @@ def config_check(
         list[Path] | None,
         typer.Argument(
             metavar="[FILE]...",
-            help="persia.yml, embedding_config.yml and global_config.yml, recognized by their content. Default: those "
-            "that a job here would read.",
+            help="persia.yml, embedding_config.yml and global_config.yml, recognized by their content. Default: the "
+            "files that a job in the current folder would read.",
         ),
     ] = None,
     general: Annotated[Path | None, typer.Option("--global", help="A global_config.yml.")] = None,
     overrides: Overrides = None,
     data: Annotated[
-        bool, typer.Option("--data/--no-data", help="Check the names and types of the data columns, or omit this.")
+        bool,
+        typer.Option("--data/--no-data", help="Check the names and types of the data columns, or omit this check."),
     ] = True,
 ) -> None:
     """Check files, and list every error with its location. The slots of all files are compared.
@@ -57,7 +58,7 @@ def config_check(
         changes = [word for each in overrides or () for word in ("--set", each)]
         unread = [] if data else ["--no-data"]
         again = ["persia", "config", "check", *map(str, files or ()), *limits, *changes, *unread]
-        raise ConfigError("\n".join(checked.mistakes), hint=f"correct it, then run: {shlex.join(again)}")
+        raise ConfigError("\n".join(checked.mistakes), hint=f"correct each error, then run: {shlex.join(again)}")
     for line in checked.summary:
         typer.echo(f"ok: {line}")
     for path in checked.valid[PERSIA] if data else ():
@@ -72,7 +73,7 @@ def _check_columns(path: Path, overrides: Sequence[str]) -> None:
 
     config = open_document(path, overrides).config
     if config is None:
-        return  # the file was valid when it was read before
+        return  # not expected, because the file was valid when it was checked
     try:
         paths = Parts(config).check_columns()
     except NoFileError as error:
@@ -129,9 +130,13 @@ def config_sizing(
     file: Annotated[
         Path | None, typer.Argument(help="A persia.yml. Default: PERSIA_CONFIG, or persia.yml in this folder.")
     ] = None,
-    servers: Annotated[int, typer.Option(min=1, max=256, help="Embedding servers: SERVER_REPLICA.")] = 2,
-    trainers: Annotated[int, typer.Option(min=1, help="Pods of trainers: TRAINER_REPLICA.")] = 2,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks in each pod of a trainer: GPU_NUM, or 1 without GPUs.")] = 1,
+    servers: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of embedding servers (the value of SERVER_REPLICA).")
+    ] = 2,
+    trainers: Annotated[int, typer.Option(min=1, help="Number of trainer pods (the value of TRAINER_REPLICA).")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Number of ranks in each trainer pod (the value of GPU_NUM, or 1 without GPUs).")
+    ] = 1,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the patch to this file.")

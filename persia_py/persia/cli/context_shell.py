@@ -7,7 +7,7 @@ import typer
 
 Context = Annotated[Path, typer.Option("--context", metavar="DIR", help="The folder to work on.")]
 Mount = Annotated[
-    bool, typer.Option("--mount", help="Work on the folder itself: changes in the container are changes here.")
+    bool, typer.Option("--mount", help="Mount the folder itself, not a copy: changes in the container change it.")
 ]
 
 

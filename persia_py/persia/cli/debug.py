@@ -20,7 +20,10 @@ _Words = Annotated[
     list[str], typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script, or a torchrun command.")
 ]
 _Nproc = Annotated[
-    int | None, typer.Option("--nproc", help="Ranks. Default: those of torchrun, GPU_NUM, or the debugged rank + 1.")
+    int | None,
+    typer.Option(
+        "--nproc", help="The number of ranks. Default: that of torchrun, else GPU_NUM, else the debugged rank + 1."
+    ),
 ]
 
 
@@ -107,7 +110,7 @@ def _running(rank: int | None, job: str | None, pid: int | None) -> "list[Rank]"
 @app.command("attach")
 def debug_attach(
     rank: Annotated[int | None, typer.Option(help="The rank.")] = None,
-    job: Annotated[str | None, typer.Option(help="The job of the rank, if several run.")] = None,
+    job: Annotated[str | None, typer.Option(help="The job of the rank, if several jobs run.")] = None,
     pid: Annotated[int | None, typer.Option(help="The process ID of the rank.")] = None,
     port: Annotated[int | None, typer.Option(help="The port on 127.0.0.1. Default: 5678 + RANK.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds in which the editor has to attach.")] = 300.0,

@@ -26,15 +26,15 @@ def doctor(
         bool, typer.Option("--env", help="Print versions and variables, to be pasted into a report.")
     ] = False,
     diff_env: Annotated[
-        bool, typer.Option("--diff-env", help="Compare the packages here with those of the image.")
+        bool, typer.Option("--diff-env", help="Compare the installed packages with those of the image.")
     ] = False,
     matrix: Annotated[
         int | None,
         typer.Option(
             min=2,
             metavar="N",
-            help="Connect N ranks to each other. Run the command on every rank with RANK set; without RANK, all ranks "
-            "run here.",
+            help="Connect N ranks to each other. Run the command on every rank with RANK set. Without RANK, the "
+            "command starts all ranks on this host.",
         ),
     ] = None,
     prometheus: Annotated[

@@ -73,7 +73,7 @@ def differences() -> int:
     different, equal = compose.differences()
     table = Table("package", "here", "image", "")
     for row in different:
-        table.add_row(*row, "only one side" if "-" in row[1:] else "differs")
+        table.add_row(*row, "only on one side" if "-" in row[1:] else "differs")
     for row in equal:
         table.add_row(*row, "")
     Console().print(table)

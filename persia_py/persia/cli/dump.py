@@ -15,8 +15,8 @@ def dump(
         Path | None,
         typer.Argument(
             metavar="[RUN]",
-            help="The folder of a run, such as runs/LATEST. Default: the containers of the stack here, else "
-            "PERSIA_RUN_DIR, else the newest run below runs/.",
+            help="The folder of a run, such as runs/LATEST. If omitted: the containers of the stack in the current "
+            "folder; without a stack, PERSIA_RUN_DIR, else the newest run below runs/.",
         ),
     ] = None,
     out: Annotated[

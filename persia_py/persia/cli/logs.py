@@ -21,8 +21,8 @@ def logs(
         Path | None,
         typer.Argument(
             metavar="[RUN]",
-            help="The folder of a run, such as runs/LATEST. Default: the containers of the stack here, else the newest "
-            "run below runs/.",
+            help="The folder of a run, such as runs/LATEST. If omitted: the containers of the stack in the current "
+            "folder; without a stack, the newest run below runs/ that has logs.",
         ),
     ] = None,
     rank: Annotated[str | None, typer.Option(metavar="R|all", help="Only lines of rank R; all: any rank.")] = None,
@@ -38,7 +38,9 @@ def logs(
     since: Annotated[str | None, typer.Option(help="Only lines of the last 30s, 10m, 2h, or since a time.")] = None,
     tail: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the last N of the selected lines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines, until Ctrl-C.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="After the selected lines, print new lines until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Print the logs of all processes of a run or of the stack, in chronological order."""
     from persia.doctor.collectives import Failed
@@ -92,7 +94,7 @@ def _folder(run: Path | None) -> Path:
     folder = found.run_folder(run)
     if folder is None:
         raise UsageError(
-            "no logs: there is no stack in containers here, and no run below runs/ has logs",
+            "no logs: the current folder has no stack with containers, and no run below runs/ has logs",
             hint="specify the folder of a run: persia logs PATH; or run this in the folder of docker-compose.yaml",
         )
     if run is None:

@@ -54,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(data.app, name="data", rich_help_panel=TRAIN)  # the order of the help
+app.add_typer(data.app, name="data", rich_help_panel=TRAIN)  # the help lists commands in this order
 app.command(cls=KeysCommand, rich_help_panel=TRAIN)(train)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(predict)

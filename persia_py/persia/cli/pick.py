@@ -75,7 +75,7 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     from persia.trainer import instances
 
     enough = [each for each in table if each.gpus >= gpus]
-    needed = f"{math.ceil(10 * memory / instances.GIB) / 10} GiB of memory"  # rounded up, so that it is above ``most``
+    needed = f"{math.ceil(10 * memory / instances.GIB) / 10} GiB of memory"  # rounded up, so that it exceeds ``most``
     if not enough:
         count = max(each.gpus for each in table)
         return ConfigError(
@@ -85,7 +85,7 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     largest = max(enough, key=lambda each: each.memory)
     of = f" with at least {_gpus(gpus)}" if gpus else ""
     most = f"{math.floor(10 * largest.memory / instances.GIB) / 10} GiB"
-    smaller = "; to need less memory, see the page What limits a run of the documentation" if is_estimate else ""
+    smaller = "; to reduce the memory, see the page What limits a run of the documentation" if is_estimate else ""
     return ConfigError(
         f"{prices}: no instance{of} has {needed}; the largest is {largest} with {most}",
         hint=f"add larger instances to the table{smaller}",

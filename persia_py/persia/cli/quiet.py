@@ -25,4 +25,4 @@ def log_all() -> None:
     os.environ["LOG_LEVEL"] = "DEBUG"
     from persia.runtime.logging import setLogger
 
-    setLogger(log_level="DEBUG")  # logging is already configured: modules create their loggers on import
+    setLogger(log_level="DEBUG")  # modules have created their loggers before the variable was set

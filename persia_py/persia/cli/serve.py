@@ -26,7 +26,12 @@ def serve(
         str | None, typer.Option(envvar="PERSIA_SERVE_NAME", help="Name of the model. Default: that of the folder.")
     ] = None,
     batch_rows: Annotated[
-        int, typer.Option(min=1, envvar="PERSIA_SERVE_BATCH_ROWS", help="Rows that are scored together.")
+        int,
+        typer.Option(
+            min=1,
+            envvar="PERSIA_SERVE_BATCH_ROWS",
+            help="Maximum number of rows that are scored together. A larger request is scored alone.",
+        ),
     ] = 1_024,
     batch_delay_ms: Annotated[
         float,
@@ -38,7 +43,12 @@ def serve(
         ),
     ] = 0.0,
     waiting: Annotated[
-        int, typer.Option(min=1, envvar="PERSIA_SERVE_WAITING", help="Requests that may wait; others get 503.")
+        int,
+        typer.Option(
+            min=1,
+            envvar="PERSIA_SERVE_WAITING",
+            help="Maximum number of waiting requests. Further requests get status 503.",
+        ),
     ] = 1_024,
     max_rows: Annotated[
         int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Maximum number of rows of a request.")
@@ -62,7 +72,9 @@ def serve(
             help="Seconds after SIGTERM in which the server is not ready, but still answers.",
         ),
     ] = 0.0,
-    threads: Annotated[int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Threads that score a batch.")] = 1,
+    threads: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Number of threads that score a batch.")
+    ] = 1,
     show_token: Annotated[
         bool, typer.Option("--show-token", help="Print the token that clients send, and exit.")
     ] = False,

@@ -58,7 +58,11 @@ def train(
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=V,V", help="Train once with each value, and compare. Repeatable: all combinations."),
+        typer.Option(
+            metavar="KEY=V,V",
+            help="Train once with each value, and compare the results. Repeatable: trains all combinations of the "
+            "values.",
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Start a --sweep of more than 20 trials.")] = False,
     replace_rows: Annotated[

@@ -110,8 +110,8 @@ def name_of(run: Path | None, config: Config) -> str:
     parent = Path(config.run.dir).expanduser().absolute()
     if run is None and config.run.name is None:
         raise UsageError(
-            "--nproc with --resume needs the folder of the run: the newest run may be one of a single process, which "
-            "ranks cannot continue",
+            "--nproc with --resume needs the folder of the run: the newest run may have been trained in one process, "
+            "and ranks cannot continue such a run",
             hint=f"specify its folder: --resume {shlex.quote(str(Path(config.run.dir) / 'NAME'))}",
         )
     found = find_run(parent / str(config.run.name) if run is None else run)
@@ -123,7 +123,8 @@ def name_of(run: Path | None, config: Config) -> str:
     if found.path.parent != parent:
         key = shlex.quote(f"run.dir={found.path.parent}")
         raise UsageError(
-            f"{found.shown}: the run is not in run.dir, which is {parent}", hint=f"specify its folder: --set {key}"
+            f"{found.shown}: the run is not in run.dir, which is {parent}",
+            hint=f"set run.dir to the folder that contains the run: --set {key}",
         )
     return found.path.name
 

@@ -10,10 +10,12 @@ from persia.cli.config import Overrides
 
 def up(
     config: Annotated[Path, typer.Argument(help="A persia.yml, or a YAML file that describes the job.")],
-    servers: Annotated[int | None, typer.Option(min=1, help="Embedding servers. Default: 1.")] = None,
-    middlewares: Annotated[int | None, typer.Option(min=1, help="Middlewares. Default: 1.")] = None,
-    data_compose: Annotated[int | None, typer.Option(min=1, help="Data-compose replicas. Default: 1.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Trainer ranks. Default: 1.")] = None,
+    servers: Annotated[int | None, typer.Option(min=1, help="Number of embedding servers. Default: 1.")] = None,
+    middlewares: Annotated[int | None, typer.Option(min=1, help="Number of middlewares. Default: 1.")] = None,
+    data_compose: Annotated[
+        int | None, typer.Option(min=1, help="Number of data-compose replicas. Default: 1.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of trainer ranks. Default: 1.")] = None,
     name: Annotated[
         str | None,
         typer.Option(

@@ -115,8 +115,8 @@ class Document:
             for line, column, path, message in error.findings:
                 place = Place(line, column) if rendered is None else rendered.origin(line, column)
                 if path in guessed and root.get(path) is None:
-                    continue  # already reported with an unknown key, which probably means this key
-                # an error without a path: YAML that only the Rust parser refuses
+                    continue  # reported with an unknown key that probably means this key
+                # An error without a path is about YAML that only the Rust parser refuses.
                 if path.partition(".")[0] in FREE or not path:
                     self.findings.error(place, path, message)
         return None

@@ -89,7 +89,7 @@ class Findings:
         lines = "".join(f"\n  {line}" for line in self.errors)
         hint = "correct the values of --set"
         if not all(one.place.override for one in self._errors):
-            hint = f"correct it, then run: persia config check {shlex.quote(str(self.file))}"
+            hint = f"correct each error, then run: persia config check {shlex.quote(str(self.file))}"
         error = ConfigError(f"{self.file}: {count} {'error' if count == 1 else 'errors'}{lines}", hint=hint)
         error.findings = [(one.place.line, one.place.column, one.path, one.message) for one in _sorted(self._errors)]
         raise error

@@ -30,7 +30,7 @@ SUPPLIED = ("num_dense", "num_slots", "embedding_dims", "num_labels", "inputs")
 """Arguments that the trainer passes to every model that has them."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys((*SUPPLIED, "embedding_dim"), "found, but it follows from `features` and `labels`: remove it")
+    dict.fromkeys((*SUPPLIED, "embedding_dim"), "found, but its value follows from `features` and `labels`: remove it")
 )
 """Arguments of :data:`MODELS` that a file must not set, and the reasons."""
 

@@ -69,7 +69,7 @@ class Reader:
             places.setdefault(key.text, []).append(key.place)
         for key, value in node.entries if isinstance(node, Entries) else []:
             at, found = _join(path, key.text), places.pop(key.text, None)
-            if found is None:  # a later occurrence, which is reported together with the first one
+            if found is None:  # a repeated key, which was reported at its first occurrence
                 continue
             if len(found) > 1:
                 self.findings.error(found[1], at, _repeated(found))
@@ -96,7 +96,7 @@ class Reader:
                 self.findings.error(key.place, at, f"unknown key{guess}; allowed: {', '.join(known)}")
 
     def _field(self, block: Entries, path: str, key: str, field: FieldInfo) -> tuple[Any, Node]:
-        """Return the value of one key, and add its node to :attr:`tree`."""
+        """Return the value of one key, and its node for :attr:`tree`."""
         node, at, argument = block.get(key), _join(path, key), Argument.of(field)
         kind = _block_of(field.annotation)
         if kind is None:

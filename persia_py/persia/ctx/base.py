@@ -112,7 +112,7 @@ class BaseCtx:
     def _open_backend(self) -> Backend:
         """Create the backend that the outermost context shares with all contexts inside it."""
         if settings.nats_url is not None:
-            from persia.backend.remote import RemoteBackend  # this also imports gRPC
+            from persia.backend.remote import RemoteBackend  # imported here, because it imports gRPC
 
             return RemoteBackend(trains=False, device=self._device, configuration=self._configuration)
         return LocalBackend(self._configuration, self._device)

@@ -158,7 +158,7 @@ class TruncatedSlots:
         self._logged: set[str] = set()
 
     def log(self, batch: TrainingBatch) -> None:
-        """Log the slots of a batch that have not been logged before."""
+        """Log the truncated slots of a batch that have not been logged before."""
         for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
             if truncated and slot not in self._logged:
                 self._logged.add(slot)

@@ -82,7 +82,7 @@ class EmbeddingCtx(BaseCtx):
             self._evaluation.end()
         if self._modes and self.model is not None:
             self.model.train(self._modes[0][1])
-            for module, was_training in self._modes:  # some modules may be frozen, such as a BatchNorm
+            for module, was_training in self._modes:  # the script may have frozen some, such as a BatchNorm
                 module.training = was_training
             self._modes = []
         self.current_batch = None
@@ -101,9 +101,9 @@ class EmbeddingCtx(BaseCtx):
 
     @property
     def evaluation_report(self) -> EvaluationReport:
-        """The number of ids of this evaluation that have no row; empty in training.
+        """The report on the ids of this evaluation that have no row; empty in training.
 
-        The number remains available after the ``with`` block.
+        The report remains available after the ``with`` block.
         """
         return EvaluationReport() if self._evaluation is None else self._evaluation.report
 

@@ -91,7 +91,7 @@ class InferCtx(EmbeddingCtx):
 
     @property
     def _backend(self) -> Backend:
-        # Only the first connection takes the lock: look-ups do not wait while another thread reconnects.
+        # Only the first connection takes the lock. Later look-ups do not wait while another thread reconnects.
         if self._evaluation is None and not self._ended:
             with self._connecting:
                 if self.common_context is None:

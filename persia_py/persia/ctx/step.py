@@ -96,7 +96,7 @@ class StepCtx(EmbeddingCtx):
         self._micro: MicroBatch | None = None  # the micro-batch of the last forward pass, if it ran on one
         self._given: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # dense inputs and labels of the step
         self.samples = 0
-        self._outputs: list[tuple[int, Any]] = []  # of each forward pass, with the index of its first sample
+        self._outputs: list[tuple[int, Any]] = []  # output of each forward pass, with the index of its first sample
 
     @property
     def _run_state(self) -> RunState:
@@ -217,7 +217,7 @@ class StepCtx(EmbeddingCtx):
 
     def _drop_step(self) -> None:
         """Discard the rest of a step that the script, or an error, ended early."""
-        if self._micro is not None or self._outputs:  # outputs: also those of a whole batch without a backward pass
+        if self._micro is not None or self._outputs:  # a whole batch without a backward pass has only outputs
             self._micro = None
             drop_step(self.model)
         self._backward.begin()
@@ -291,7 +291,7 @@ class StepCtx(EmbeddingCtx):
                 optimizer, known = self._run_state.optimizer, partial(self._known, batch)
                 loss = self._backward(loss, batch, self._embeddings, optimizer, self._backend, known)
         except OutOfMemoryError as error:
-            # Other ranks may already wait in the all-reduce of this backward.
+            # With several ranks, others may already wait in the all-reduce of this backward pass.
             can_repeat = error.can_repeat = self._backend.is_alone and not self._backward.applied
             drop_step(self.model)
             raise

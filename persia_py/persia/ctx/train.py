@@ -137,7 +137,7 @@ class TrainCtx(StepCtx):
                     "TrainCtx starts from empty tables, so the rows of the collection would be dropped; close() the "
                     "collection first"
                 )
-            from persia.backend.remote import RemoteBackend  # this also imports gRPC
+            from persia.backend.remote import RemoteBackend  # imported here, because it imports gRPC
 
             return RemoteBackend(
                 trains=True,

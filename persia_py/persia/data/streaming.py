@@ -39,8 +39,8 @@ class StreamingDataset(IterableDataset):
     data script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` next to the main script)
     runs in a thread of this process.
 
-    A training context has one stream. If a loop ends early, the next loop continues at this position. After the last
-    batch, every loop is empty.
+    A training context has one stream. If a loop ends early, the next loop continues after its last trained batch. After
+    the last batch, every loop is empty.
 
     Args:
         buffer_size: The maximum number of waiting batches for each replica; if that many batches are waiting,
@@ -112,7 +112,7 @@ class StreamingDataset(IterableDataset):
         """Start the stream after the batches that the resumed run has trained on.
 
         The sender of each replica skips the batches that every rank has certainly trained on. Other trained batches are
-        received and dropped, because a replica that ended early may have sent this rank one batch less.
+        received and dropped, because a replica that ended early may have sent this rank one batch fewer.
         """
         self._inbox = inbox
         replicas, rounds = len(self._trained), batches_to_skip(self._trained)
@@ -148,7 +148,7 @@ class StreamingDataset(IterableDataset):
             self._replay_digests = self._held.popleft().replay_digests
 
     def used(self) -> None:
-        """Drop the batch that was yielded first, because it was evaluated."""
+        """Drop the oldest yielded batch, because it was evaluated."""
         entry = self._held.popleft()
         self._trained, self._replay_digests = entry.state, entry.replay_digests
 
@@ -179,7 +179,7 @@ class StreamingDataset(IterableDataset):
         self._state = self._trained
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of yielded batches of each replica."""
+        """Return the number of yielded batches of each replica, and the number of ranks."""
         self._context()
         return {"taken": list(self._state), "world_size": settings.world_size}
 

@@ -120,7 +120,7 @@ class Session:
             return
         self._sites[str(call)] = site
         self._sites.pop(str(call - _KEPT), None)
-        self.clear()  # clears the previous breakpoint
+        self.clear()  # the previous breakpoint
         if when and (descriptor := self._find_terminal(site)) is not None:
             self._open(Stop(call, str(self.counter), site, frame, blocking), descriptor)
         else:
@@ -141,7 +141,7 @@ class Session:
         self.gate.put(stop.file, {"site": stop.site, "rank": self.rank})
         self._publish(passed=stop.call if stop.blocking else stop.call + 1, stopped=stop.site)
         self.use_terminal(descriptor)
-        others = "wait there until clear_()" if stop.blocking else "continue until they need this one"
+        others = "wait there until clear_()" if stop.blocking else "continue until they need this rank"
         with self.prompting(stop.frame):
             sys.stdout.write(f"[{time.time():.3f}]counter_file created: {self.gate.name(stop.file)}\n")
             if self.world_size > 1:
@@ -161,7 +161,7 @@ class Session:
     def prompting(self, frame: FrameType | None) -> Iterator[None]:
         """Enclose a prompt. The clocks of time limits stop on all ranks until :meth:`continues`."""
         if self._terminal is None and (descriptor := terminal.find()) is not None:
-            self.use_terminal(descriptor)  # the prompt of a breakpoint of pdb, after c
+            self.use_terminal(descriptor)  # pdb stopped again after ``c`` had released the terminal
         if frame is not None:
             self._publish(stopped=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         clock.stop("prompt")

@@ -11,8 +11,8 @@ from persia.runtime.errors import DataError, StorageError, UsageError
 _COLUMNS = ["step", "name", "md5", "norm"]
 _SHARED = ("parameter/", "gradient/")
 _SHOWN = 8
-_PREVIOUS = "-previous"
 """The maximum number of files that a message lists."""
+_PREVIOUS = "-previous"
 
 Line = tuple[str, str]
 Digests = dict[tuple[int, str], Line]

@@ -55,7 +55,7 @@ class _Watcher:
         self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
-        """Read the records of the other ranks until the store of the process group is closed."""
+        """Read the records of the other ranks until :meth:`stop`, or until the process group's store is closed."""
         while not self._end.wait(_POLL_S):
             try:
                 self._look(self._session.gate)

@@ -13,8 +13,8 @@ _DEFAULT_WORKER = "embedding_worker:8887"
 """The default address of the middleware in PersiaML's compose file."""
 
 _WITHOUT_NATS = (
-    "start NATS, or set PERSIA_NATS_URL to its address; to train without servers, in one process, leave it empty: "
-    "PERSIA_NATS_URL= python FILE, or PERSIA_NATS_URL= persia-launcher nn-worker FILE"
+    "start NATS, or set PERSIA_NATS_URL to its address; to train without servers, in one process, leave the variable "
+    "empty: PERSIA_NATS_URL= python FILE, or PERSIA_NATS_URL= persia-launcher nn-worker FILE"
 )
 
 _ASK_S = 2.0

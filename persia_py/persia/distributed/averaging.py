@@ -85,7 +85,7 @@ def check_regions(regions: Mapping[str, Sequence[int]], world_size: int) -> None
     ]
     told = "; ".join(f"{what}: {', '.join(map(str, ranks))}" for what, ranks in problems if ranks)
     raise UsageError(
-        f"regions: expected each rank, 0 to {world_size - 1}, in one region; {told}",
+        f"regions: expected each rank from 0 to {world_size - 1} in exactly one region; {told}",
         hint="put each rank into one region, such as {east: [0, 1], west: [2, 3]}, or train without regions "
         "(dist.regions, DDPOption)",
     )
@@ -243,7 +243,7 @@ class PowerSGD(Averaging):
     def settle(self, *, applied: bool) -> None:
         """Keep the errors of the last step, or discard them if it was not applied.
 
-        The low-rank matrices may contain NaN from a step that was not applied. They are then initialized again, with
+        After a step that was not applied, the low-rank matrices may contain NaN. They are then initialized again, with
         equal random values on all ranks.
         """
         errors, self._errors = self._errors, None

@@ -154,8 +154,8 @@ class Peers:
     def in_collective(self) -> Iterator[None]:
         """Enclose a collective of torch, or a forward or backward pass that contains one.
 
-        In the block, this rank may wait ``limit_s`` for other ranks; its computation has no limit. Without the limit it
-        would wait forever for a rank that has ended.
+        In the block, this rank may wait ``limit_s`` for other ranks; its computation has no limit. If it waits for a
+        rank whose script has ended, this process ends.
         """
         self._collective_since = clock.now()
         try:
@@ -229,7 +229,7 @@ class Peers:
         self._wait(done, lambda: f"{names(late())} {what}")
 
     def blame(self, error: BaseException) -> None:
-        """After a failed collective: raise an error that names the lost rank, or the rank that lags.
+        """After a failed collective: raise an error that names a lost or lagging rank; return if there is none.
 
         Raises:
             RunLostError: A rank is lost.
@@ -321,7 +321,7 @@ class Peers:
                 if self._met and self.rank not in self._met:
                     raise SystemExit(preemption.exit_code())
                 if preemption.stop_asked() and not self._asked:
-                    self._relay_stop(self.rank, {"stop": self.rank})  # the awaited rank may be evaluating
+                    self._relay_stop(self.rank, {"stop": self.rank})  # also stops an awaited rank that is evaluating
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -377,7 +377,7 @@ class Peers:
             reason, position = message["hung"]
             self._positions.note(rank, position)
             self._links[rank].send({"position": flight.position()})
-            end = (str(reason), self.hung, self.verdict)  # rank 0 forwards this message to all ranks
+            end = (str(reason), self.hung, self.verdict)  # on rank 0, self.hung forwards the message
             threading.Thread(target=watchdog.end, args=end, name="persia-hung", daemon=True).start()
         elif "position" in message or "alive" in message:
             self._positions.note(rank, message.get("position") or message["alive"], answers="position" in message)

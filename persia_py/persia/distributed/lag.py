@@ -65,7 +65,7 @@ class Positions:
         return report(self._known(answered=answered))
 
     def late(self) -> str:
-        """Return the report on the ranks if another rank is known to lag; on rank 0, also if all ranks wait."""
+        """Return the report on the ranks if another rank lags, or if this is rank 0 and all ranks wait."""
         known = self._known(answered=False)
         stuck = self._rank == 0 and all(map(_is_waiting, known.values()))  # for example, because the network has failed
         return report(known) if self._others_lag(known) or stuck else ""

@@ -79,7 +79,7 @@ def _addresses(address: str, *, rank: int, backend: str) -> Iterator[tuple[str, 
             f"interface {each} of {variable_name}={value}": each
             for each in network.matching(variable_name, value, names)
         }
-    elif own is not None:  # RemoteBackend sets the variable; gloo and NCCL may use any address of the interface
+    elif own is not None:  # RemoteBackend selects this interface; gloo and NCCL may use any of its addresses
         used = {f"interface {own}": own}
     elif backend == "nccl":
         used = {f"interface {each}, which NCCL may choose,": each for each in names}
@@ -97,7 +97,7 @@ def _addresses(address: str, *, rank: int, backend: str) -> Iterator[tuple[str, 
 
 
 def _numbers(host: str) -> list[str]:
-    """Return the IP addresses of a host name, which the connection to NATS has resolved before; none without any."""
+    """Return the IP addresses of a host name; none if it cannot be resolved."""
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -122,7 +122,7 @@ def _all_numbers(interface: str) -> list[str]:
 
 
 def _private_interfaces() -> str:
-    """Return what to do: the interfaces of this host with a private address."""
+    """Return the next step, which names the interfaces of this host that have a private address."""
     private = {
         name: next((number for number in _numbers_of(name) if not is_public(number)), "")
         for name, status in psutil.net_if_stats().items()

@@ -67,7 +67,7 @@ class Replicated(torch.nn.parallel.DistributedDataParallel):
 def _without_warnings() -> Iterator[None]:
     """Let torch's C++ code log errors only. Python cannot filter its warnings, and they name no category.
 
-    Where torch has no such variable, its warnings are printed.
+    If torch lacks the variable with its log level, its warnings are printed.
     """
     level = _log_level()
     if level is None:

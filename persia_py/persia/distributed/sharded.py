@@ -158,7 +158,7 @@ class ShardedModel(torch.nn.Module):
         This is not a collective, but each rank that has run a forward pass of the step must call it before its next
         forward pass.
         """
-        self.module.zero_grad()  # the weights are still gathered if a part was back-propagated
+        self.module.zero_grad()  # of the gathered weights, if a part was back-propagated
         if self.can_reset:
             self._fsdp.reset_iter_state()
         self._fsdp.reshard()

@@ -13,7 +13,7 @@ from persia.runtime.errors import UnreachableError
 from persia.runtime.exit_codes import ExitCode
 
 SERVICE = "trainer"
-INSTALL = "install Docker with its compose plugin: docker compose version"
+INSTALL = "install Docker with its compose plugin; to check the plugin: docker compose version"
 """The next step if Docker is not installed."""
 FOLDER_OR_ENGINE = "run this in the folder of docker-compose.yaml; check the Docker engine: docker info"
 """The next step if ``docker compose`` fails."""
@@ -115,7 +115,7 @@ def checks() -> Iterator[Check]:
     reason = unavailable()
     if reason is not None:
         remedy = next_step()
-        why = "nothing can be run in containers here"
+        why = "no container of the stack can be started from the current folder"
         yield Check("image", "fail", reason, why, remedy, ExitCode.UNREACHABLE)
         return
     yield from in_use(settings())
@@ -136,7 +136,7 @@ def checks() -> Iterator[Check]:
 
 
 def in_use(trainer: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield the settings of the trainer's containers that are in use: image, start-up hook, mounts and variables.
+    """Yield checks that show the settings of the trainer's containers: image, start-up hook, mounts and variables.
 
     Args:
         trainer: The settings of the service.

@@ -171,9 +171,9 @@ def prepared(folder: Path, *, mount: bool) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(folder / file, target, follow_symlinks=False)
         copy.mkdir(exist_ok=True)
-        for each in (copy, *copy.rglob("*")):  # the parent folder protects them from other users
+        # The user of the image must be able to write. The parent folder protects the copy from other users.
+        for each in (copy, *copy.rglob("*")):
             if not each.is_symlink():
-                # The user of the image must be able to write.
                 each.chmod(each.stat().st_mode | (0o777 if each.is_dir() else 0o666))
         yield copy
 
@@ -189,7 +189,7 @@ def words_of(words: list[str], *, stack: bool = False, options: Sequence[str] = 
     alone = [] if stack else ["--env", "PERSIA_NATS_URL="]
     chosen = compose.settings().get("environment", {})
     for name, default in _DEFAULTS.items():
-        if chosen.get(name) == default:  # removed; Persia then uses the file only if it exists
+        if chosen.get(name) == default:  # without the variable, Persia uses the file only if it exists
             alone += ["--env", f"{name}="]
     tty = [] if sys.stdin.isatty() and sys.stdout.isatty() else ["--no-TTY"]
     return compose.run_words(*words, options=[*tty, "--workdir", "/workspace", *alone, *options])
@@ -244,7 +244,7 @@ def _warn(context: Context) -> None:
 def say(workspace: Path, *, mount: bool) -> None:
     """Print whether changes in the container are kept."""
     if mount:
-        told = f"/workspace is {workspace} itself: changes in the container are changes here"
+        told = f"/workspace is {workspace} itself: changes in the container change this folder"
     else:
         told = "/workspace is a copy: changes in it are lost at the end; to keep them, use --mount"
     sys.stderr.write(f"{told}\n")

@@ -84,7 +84,7 @@ def written(name: str, folder: Place) -> Check:
     seconds = time.monotonic() - began
     found = f"{folder}: written, synced, renamed and deleted in {seconds * 1000:.0f} ms, {size(free)} free"
     if seconds > _SLOW_S:
-        return Check(name, "warn", found, "durable writes are slow here; each save makes several", "use a local disk")
+        return Check(name, "warn", found, "durable writes are slow, and each save makes several", "use a local disk")
     return Check(name, "ok", found)
 
 
@@ -116,7 +116,7 @@ def measured(name: str, folder: Path) -> Check:
     found = f"{there}: fsync {middle:.1f} ms (longest of {_SYNCS}: {longest:.1f} ms), {speed:,.0f} MB/s written durably"
     if middle > _SLOW_FSYNC_MS:
         why = "with log_sync: always, the log of a server waits for an fsync; each checkpoint waits for several"
-        return Check(f"{name} speed", "warn", found, why, "use a local disk; log_sync: every_second")
+        return Check(f"{name} speed", "warn", found, why, "use a local disk, or set log_sync: every_second")
     return Check(f"{name} speed", "ok", found)
 
 

@@ -149,7 +149,7 @@ def device(found: Facts) -> Check:
     if found.smi or found.devices:
         return _unseen(found, bad, needed)
     if not found.wanted:
-        return Check("gpu", "ok", "no NVIDIA driver here; training uses the CPU")
+        return Check("gpu", "ok", "no NVIDIA driver on this host; training uses the CPU")
     if found.in_container:
         what, why = "this container has no NVIDIA device and no driver", f"its service lacks `{STANZA}`"
         return Check("gpu", bad, what + needed, why, f"nvidia-smi on the host, then: {OVERLAY}", code)
@@ -168,9 +168,7 @@ def _unseen(found: Facts, bad: Literal["fail", "warn"], needed: str) -> Check:
         why = f"CUDA_VISIBLE_DEVICES={found.visible!r} hides them"
         return Check("gpu", bad, what, why, "unset CUDA_VISIBLE_DEVICES")
     if found.smi is None:
-        why = (
-            "nvidia-smi and libcuda.so.1 are not installed here; in a container, the NVIDIA container toolkit adds them"
-        )
+        why = "nvidia-smi and libcuda.so.1 are not installed; in a container, the NVIDIA container toolkit adds them"
         return Check("gpu", bad, what, why, "install the NVIDIA container toolkit on the host")
     why = f"torch was built for CUDA {found.torch_cuda}; see the check of the driver"
     return Check("gpu", bad, what, why, 'python -c "import torch; torch.cuda.init()"')
@@ -191,7 +189,9 @@ def driver(supports: tuple[int, int], runtime: str) -> Check:
     if supports[0] < wants[0]:
         return Check("cuda driver", "fail", what, "the driver is older than the CUDA runtime", command)
     if supports < wants:
-        return Check("cuda driver", "warn", what, "the driver is older; newer CUDA functions fail", command)
+        return Check(
+            "cuda driver", "warn", what, "the driver is older than the CUDA runtime; newer CUDA functions fail", command
+        )
     return Check("cuda driver", "ok", what)
 
 

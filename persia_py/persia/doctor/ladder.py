@@ -1,6 +1,6 @@
 """The steps of ``persia doctor --ladder``: ten, from the model alone to a complete run on several ranks.
 
-Each step adds one part. The first step that fails names the part.
+Each step adds one part. If a step fails, the part that it adds is the probable cause.
 """
 
 import os

@@ -120,7 +120,7 @@ def parsed(source: Source) -> Iterator[Line]:
 
 def _parts(raw: str, rank: int | None) -> tuple[int | None, str, float | None, dict[str, Any]]:
     """Return the rank, text, time and fields of a line."""
-    at, text = time_of(raw)  # the time of the Docker engine
+    at, text = time_of(raw)  # of the Docker engine, or else of the line itself
     if (found := _RANK.match(text)) is not None:
         rank, text = int(found[1]), text[found.end() :]
     fields = _fields(text)
@@ -188,7 +188,7 @@ class Wanted:
     Attributes:
         rank: The rank, or ``all`` for lines of any rank.
         service: The beginning of the names of processes, such as ``server``, see :func:`is_of`.
-        grep: A regular expression that matches the line as it is shown or as it was written.
+        grep: A regular expression that matches a part of the line, as it is shown or as it was written.
         token: A push token, with or without the hash of its job: ``GENERATION/RANK/STEP``.
         since: The time of the first line, in seconds since 1970.
     """

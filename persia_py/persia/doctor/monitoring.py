@@ -133,7 +133,9 @@ def _target(kind: str, target: dict[str, Any], has: set[str]) -> Iterator[Check]
         what, remedy = f"up; missing series: {', '.join(absent)}", f"curl {target['scrapeUrl']}"
         yield Check(name, "fail", what, why, remedy, ExitCode.UNREACHABLE)
     elif age > _STALE_S:
-        yield Check(name, "warn", f"up, last scraped {age:.0f} s ago", "Prometheus lags", "check its load")
+        yield Check(
+            name, "warn", f"up, last scraped {age:.0f} s ago", "Prometheus lags", "check the load of Prometheus"
+        )
     else:
         yield Check(name, "ok", f"up, scraped {max(0.0, age):.0f} s ago")
 

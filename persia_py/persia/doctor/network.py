@@ -105,7 +105,7 @@ def endpoint(name: str, host: str, port: int, *, what: str, start: str) -> Check
     if found.outcome == "reached":
         return Check(name, "ok", f"{shown} ({found.address}{_by(host)}) answers")
     if found.outcome == "unresolved":
-        why = f"the name {host} has no address here: {found.reason}"
+        why = f"the name {host} has no address on this host: {found.reason}"
         return Check(name, "fail", f"{shown}: unresolved", why, f"getent hosts {host}", code)
     if found.outcome == "refused":
         why = f"the host {found.address}{_by(host)} answers, but {what} does not listen on port {port}{others}"
@@ -210,7 +210,7 @@ def interfaces() -> Check:
     if (loopback := _loopback(given)) is not None:
         return loopback
     named = ", ".join(f"{name}={value}" for name, value in given.items())
-    return Check("interfaces", "ok", f"{named or 'no variable names one'}; this host has {have}")
+    return Check("interfaces", "ok", f"{named or 'no variable names an interface'}; this host has {have}")
 
 
 def private_network() -> Check:

@@ -75,7 +75,7 @@ def user_of(port: int) -> User:
 def free(name: str, port: int, origin: str, host: str = "") -> Check:
     """Check that a program can listen on a port of this host; otherwise name the process that uses the port.
 
-    It is not an error if the service that the variable configures is already running. Such a service is a program of
+    It is not an error if the service that ``origin`` configures is already running. Such a service is a program of
     Persia that listens on the port and has the same variable, or rank 0 of the same rendezvous.
 
     Args:
@@ -108,16 +108,16 @@ def _used(name: str, port: int, origin: str, user: User) -> Check:
     found = f"port {port} is in use by {user}"
     if _is_own(origin, user):
         found += f", the process for which {origin} is set"
-        return Check(name, "ok", found, f"a second one needs another {origin}")
+        return Check(name, "ok", found, f"a second process on this host needs another {origin}")
     why = "a second program cannot listen there"
     if user.is_persia:
-        why += f"; this one is a program of Persia that has another {origin}"
+        why += f"; the process is a program of Persia that has another {origin}"
     look = "" if user.pid is None else f"; to see what it is: ps -fp {user.pid}"
     return Check(name, "fail", found, why, f"set {origin} to another port{look}")
 
 
 def _is_own(origin: str, user: User) -> bool:
-    """Whether a process is the one that a variable configures."""
+    """Whether a process is the service that ``origin`` configures."""
     if origin == "MASTER_PORT":
         rank_0 = (user.environment or {}).get("RANK", "").strip() == "0"
         return rank_0 and user.has("MASTER_PORT") and user.has("MASTER_ADDR")
@@ -145,6 +145,10 @@ def listening(name: str, value: str, what: str) -> Check:
         number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0] if host else ""
     except OSError as error:
         return Check(
-            name, "fail", f"{name}={value}", f"the name {host} has no address here: {error}", f"{name}=0.0.0.0:{port}"
+            name,
+            "fail",
+            f"{name}={value}",
+            f"the name {host} has no address on this host: {error}",
+            f"{name}=0.0.0.0:{port}",
         )
     return free(name, port, name, str(number))

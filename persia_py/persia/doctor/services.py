@@ -76,7 +76,7 @@ def services(found: Status, job: str) -> Iterator[Check]:
 
 
 def _unhealthy(kind: str, bad: list[Process]) -> Iterator[Check]:
-    """Yield a check for the processes of one kind that do not serve, one for each reason."""
+    """Yield a check for each reason why processes of one kind do not serve."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in bad:
         reasons.setdefault(_reason(one), []).append(f"{one.name} at {one.address}: {one.health}")
@@ -96,7 +96,7 @@ def _reason(one: Process) -> tuple[str, str]:
         why = f"it is on host {one.host}, and announces a loopback address there, which other hosts cannot reach"
         return (
             why,
-            f"on {one.host}: unset PERSIA_SOCKET_IFNAME and PERSIA_ADVERTISE, or correct them, and restart it",
+            f"on {one.host}: unset PERSIA_SOCKET_IFNAME and PERSIA_ADVERTISE, or correct them, and restart the process",
         )
     reached = network.reach(host.strip("[]"), int(port))
     if reached.outcome == "filtered":
@@ -104,7 +104,7 @@ def _reason(one: Process) -> tuple[str, str]:
         remedy = f"allow TCP connections to port {port} of {one.host} (firewall, security group)"
         return why, f"{remedy}; routes and interfaces of this host: persia doctor --only network"
     if reached.outcome == "unresolved":
-        return f"the name {host} has no address here: {reached.reason}", f"getent hosts {host}"
+        return f"the name {host} has no address on this host: {reached.reason}", f"getent hosts {host}"
     if reached.outcome == "unreachable":
         return f"{host} cannot be reached: {reached.reason}", f"ip route get {reached.address}"
     if reached.outcome == "reached":

@@ -41,7 +41,7 @@ def states(there: Sequence[Container]) -> Check:
     if not bad:
         return Check("containers", "ok", "\n".join(lines))
     names = ", ".join(each.name for each in bad)
-    why = f"see the last lines of {names}"
+    why = f"unhealthy, or ended with an error: {names}"
     remedy = f"persia logs --service {bad[0].name} --tail 50; without restarts: PERSIA_RESTART=no"
     return Check("containers", "fail", "\n".join(lines), why, remedy, ExitCode.UNREACHABLE)
 
@@ -141,7 +141,7 @@ def _failure(container: Container, one: Reached) -> Check:
     if one.outcome == "unresolved":
         found, why = f"DNS failed: {place}", f"the name {one.peer.host} has no address in {container.name}"
         command = f"docker compose exec {container.service} getent hosts {one.peer.host}"
-        remedy = f"{command}; check that both share a network"
+        remedy = f"{command}; check that both services share a network"
     elif one.outcome == "refused":
         found = f"DNS ok, TCP refused: {place}"
         why = f"{one.address} answers, but nothing listens on port {one.peer.port}"
@@ -153,7 +153,7 @@ def _failure(container: Container, one: Reached) -> Check:
         remedy = f"allow TCP connections from {sources} to port {one.peer.port} of {one.address}"
     else:
         found, why = f"DNS ok, no route: {place}", f"{one.address} cannot be reached from {container.name}"
-        remedy = "check that both share a network: docker compose config"
+        remedy = "check that both services share a network: docker compose config"
     return Check("connection", "fail", found, why, remedy, ExitCode.UNREACHABLE)
 
 

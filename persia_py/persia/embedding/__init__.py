@@ -1,6 +1,6 @@
 """Embedding tables of a training script: initial weights, batches, optimizers.
 
-* :mod:`persia.embedding.config`: initial weights, admission and bounds of rows
+* :mod:`persia.embedding.config`: initial weights of rows, admission of ids, and the bound of weights
 * :mod:`persia.embedding.data`: features and batches
 * :mod:`persia.embedding.optim`: optimizers; :mod:`persia.embedding.schedule`: learning-rate schedules
 

@@ -1,4 +1,4 @@
-"""Initial weights, admission and bounds of rows (:class:`EmbeddingConfig`), and the parsed YAML files."""
+"""Initial weights, admission, the bound of weights (:class:`EmbeddingConfig`), and the parsed YAML files."""
 
 import math
 from dataclasses import dataclass
@@ -170,7 +170,7 @@ class EmbeddingConfig:
     def _has_valid_parameters(self) -> bool:
         try:
             return self._initialization()._is_valid()
-        except TypeError:  # not numeric
+        except TypeError:  # a parameter is not a number
             return False
 
     @property

@@ -211,9 +211,9 @@ def find_script() -> tuple[Path, list[str]]:
             name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
         except ValueError as error:  # an unclosed quote, or only spaces
             raise ConfigError(
-                f"PERSIA_DATALOADER_ENTRY={entry}: expected the path of a script, and arguments, with every quote "
-                "closed",
-                hint="set PERSIA_DATALOADER_ENTRY to the path of the data script",
+                f"PERSIA_DATALOADER_ENTRY={entry}: cannot be split into a script path and arguments: a quote is not "
+                "closed, or the value has only spaces",
+                hint="close the quote, or set PERSIA_DATALOADER_ENTRY to the path of the data script",
             ) from error
         if not Path(name).is_file():
             place = f"working directory: {Path.cwd()}"

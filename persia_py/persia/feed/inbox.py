@@ -63,7 +63,7 @@ class _ReplicaQueue:
 
     received: int = 0
     record: Record = field(default_factory=Record)  # the record of the received batches
-    skipped: int = 0  # the number of received batches when the process first connected
+    skipped: int = 0  # the number of received batches when the sender connected
     waiting: deque[tuple[int, Batch, Record]] = field(default_factory=deque)
     sender: str | None = None  # None while the replica is not connected
     callbacks: SenderCallbacks | None = None

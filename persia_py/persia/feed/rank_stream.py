@@ -154,7 +154,7 @@ class RankStream:
         return self.delivered or self.stopped is not None or self._state.over
 
     def _log_once(self, text: str, *values: object) -> None:
-        """Log the message, unless the previous one had the same text, with any values."""
+        """Log a message, unless it differs from the previous one only in its values."""
         if text != self._logged:
             self._logged = text
             _logger.info(text, *values)

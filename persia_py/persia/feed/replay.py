@@ -1,7 +1,8 @@
-"""Checks whether a restarted data script sends the same batches, by digests of the batches in their order.
+"""Checks whether a restarted data script sends the same batches in the same order, by comparing digests.
 
 A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if unknown. A
-position is a text that the script passed to ``send_data`` with a batch. A restarted script can begin at a position.
+position is a string that the script passes to ``send_data`` with a batch. A restarted script can continue after that
+batch.
 """
 
 import zlib
@@ -121,7 +122,7 @@ class RoundRecords:
         """
         while len(self._records) <= replica:
             self._records.append(deque([Record()]))
-        if len(self._records[replica]) < _KEPT:  # if another replica has ended, there is no further round
+        if len(self._records[replica]) < _KEPT:  # otherwise another replica has ended, and no round follows
             self._records[replica].append(record)
         while self._number < batches_to_skip(taken):
             self._number += 1

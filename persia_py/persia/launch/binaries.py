@@ -59,7 +59,7 @@ def run(
                 f"{origin}: no such file (working directory: {Path.cwd()})",
                 hint=f"set {flag if given else name} to the path of an existing file",
             )
-        command += [flag, str(path)]  # Docker's env_file may keep trailing white space in the value
+        command += [flag, str(path)]  # the variable may end in white space, from Docker's env_file
     os.execv(program, command)  # noqa: S606
 
 

@@ -33,7 +33,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
     Returns:
         0 after SIGTERM or SIGINT, otherwise the exit code of the script that failed, or 75 if a signal killed it.
         With ``until_finished``, 0 if the run is over, and the code of
-        :func:`persia.launch.supervision.stopped_by` after an earlier signal.
+        :func:`persia.launch.supervision.stopped_by` after a signal before that.
 
     Raises:
         UsageError: ``PERSIA_NATS_URL`` is empty.

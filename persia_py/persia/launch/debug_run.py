@@ -206,7 +206,7 @@ class _Supervision:
 
 
 def _terminal() -> str | None:
-    """Return the path of the terminal of this process; None if it has no terminal."""
+    """Return the path of the terminal of this process; empty if it has no path, None if there is no terminal."""
     try:
         return os.ttyname(0) if os.isatty(0) else None
     except OSError:  # the terminal has no path in this container; ranks use the descriptor

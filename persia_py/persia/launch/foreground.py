@@ -19,8 +19,8 @@ def run(
 ) -> int:
     """Run a program until it ends, and return its exit code.
 
-    Ctrl-C is left to the program, which has the same terminal. SIGTERM and SIGHUP are passed on to the program. When
-    the program has ended, this process also ends, after the blocks around this call have cleaned up. Call this only in
+    Ctrl-C is left to the program, which has the same terminal. After SIGTERM or SIGHUP, the program gets SIGTERM. When
+    the program has ended, this process ends too, after the blocks around this call have cleaned up. Call this only in
     the main thread.
 
     Args:

@@ -262,7 +262,7 @@ def _error(path: Path, mistakes: list[str]) -> ConfigError:
 def _next_step(path: Path) -> str:
     if not path.is_file():
         return "correct the path: persia up FILE"
-    return f"correct it, then run: persia up {shlex.quote(str(path))}"
+    return f"correct each error, then run: persia up {shlex.quote(str(path))}"
 
 
 def _mistake(detail: Any) -> str:

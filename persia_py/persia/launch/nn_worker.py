@@ -160,10 +160,10 @@ def _set_aside(summary: Path) -> None:
         summary.replace(previous)
     except OSError as error:
         raise ConfigError(
-            f"cannot rename {summary}, the summary of the last run, to {previous}: {error.strerror}",
+            f"cannot rename {summary}, the summary of the previous run, to {previous}: {error.strerror}",
             hint=f"move {summary} to another folder, then start the ranks again",
         ) from error
-    _say(f"a new run begins; the summary of the last one is now {previous}")
+    _say(f"a new run begins; the summary of the previous run is now {previous}")
 
 
 def _print_with_prefix(prefix: str) -> Callable[[str], None]:

@@ -1,8 +1,8 @@
 """The process of one trainer rank: ``python -m persia.launch.rank_main FILE ARGUMENTS...``.
 
 The process runs the script or, without one, trains from ``PERSIA_CONFIG``, then ends the run together with the other
-ranks. After an earlier SIGTERM it exits with 75, which requests a restart; a context with checkpoints saves the run
-first.
+ranks. If SIGTERM arrives before that, the process exits with 75, which requests a restart. A context with checkpoints
+saves the run first.
 """
 
 import os

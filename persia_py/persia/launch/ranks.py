@@ -125,7 +125,7 @@ def _job(config: Config, folder: Path, sizes: Sizes, command: str) -> JobConfig:
     try:
         return read_job_config(write(config, folder), sizes, folder=config.folder)
     except ConfigError as error:
-        error.hint = f"correct it, then run: {command}"
+        error.hint = f"correct each error, then run: {command}"
         raise
 
 
@@ -199,7 +199,7 @@ def test_on_servers(config: Config, file: Path) -> int:
             with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                 rank = Process("rank 0", words, env=environment, line=None, ended=events.ended)
                 return nn_worker.supervise([rank], events, None)
-        finally:  # a signal interrupts the removal, for example while the store does not respond
+        finally:  # a signal can interrupt the removal, for example if the store does not respond
             _remove(below(root, name))
 
 

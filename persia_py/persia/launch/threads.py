@@ -1,6 +1,6 @@
 """The number of torch threads in processes that run side by side on this host.
 
-Without ``OMP_NUM_THREADS``, torch starts in every process one thread for each physical core that the process may use.
+Without ``OMP_NUM_THREADS``, torch starts one thread in each process for every physical core that the process may use.
 The threads of several ranks would then compete for the cores.
 """
 

@@ -164,7 +164,7 @@ class _Run:
         self._processes: dict[str, Process] = {}
         self._commands: dict[str, Command] = {}
         self._restarts: dict[str, int] = {}
-        # The exit code of the job, and the time at which to stop waiting for the trainer.
+        # After a permanent failure: the exit code of the job, and the time at which to stop waiting for the trainer.
         self._failed: tuple[int, float] | None = None
         self._url = ""
 

@@ -161,7 +161,7 @@ class Autosave:
         self._tries, self._checkpoints.problem = 0, ""
         self._checkpoints.written = step
         _logger.info(
-            "checkpoint %s written in %.1f s (attempt=%d), training paused for %.2f s, %d older removed",
+            "checkpoint %s written in %.1f s (attempt=%d), training paused for %.2f s, %d older checkpoints removed",
             path,
             time.monotonic() - started,
             attempt,
@@ -206,7 +206,9 @@ class Autosave:
             line = "checkpoint %s is uploaded, but older replicas were not deleted: %s%s"
             _logger.warning(line, path, error, next_step(error))
         took = time.monotonic() - started
-        _logger.info("checkpoint %s uploaded to %s in %.1f s, %d older deleted", path, store.url, took, len(deleted))
+        _logger.info(
+            "checkpoint %s uploaded to %s in %.1f s, %d older replicas deleted", path, store.url, took, len(deleted)
+        )
 
     def _retry(self, step: int, error: Exception) -> None:
         text, attempt = retention.with_space(error, self._folder), self._tries + 1

@@ -85,7 +85,7 @@ class Gradients:
         whole = [each for each in self._tensors if each is not None and each.numel()]
         if not whole or bool(torch.isfinite(torch.nn.utils.get_total_norm(whole))):
             return False
-        # The norm of finite values may overflow float32.
+        # The norm of finite values may overflow float32, so the elements are checked.
         return any(first_nonfinite_index(each) is not None for each in whole)
 
     def push(self, lr_factor: float) -> None:
@@ -152,7 +152,7 @@ class Backward:
 
     def accumulate(self, loss: torch.Tensor, step: int, backend: Backend) -> None:
         """Back-propagate a part of the step's loss. The gradients are added to those of the other parts."""
-        with backend.collective(), flight.Call(flight.BACKWARD, step):  # the hooks of FSDP gather weights
+        with backend.collective(), flight.Call(flight.BACKWARD, step):  # FSDP's hooks gather weights in a collective
             _back_propagate(self._scaled(loss), step)
         self._parts.append(loss.detach())
 
@@ -213,7 +213,7 @@ class Backward:
             _back_propagate(loss, batch.step)
         losses = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
         self.loss = losses.sum()
-        with backend.collective():  # digests of shards are computed from the whole tensors
+        with backend.collective():  # digests of a sharded model are those of the gathered tensors
             digests.record_step(batch, self.loss, embeddings, known)
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], 1.0 / self.scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -133,7 +133,7 @@ _current: Digests | None = None
 
 
 def folder() -> Path:
-    """Return ``PERSIA_DIGEST_DIR``, or else ``digest`` in the folder of a job's run or in the working directory."""
+    """Return ``PERSIA_DIGEST_DIR``, else ``digest`` in ``PERSIA_RUN_DIR`` if it is set, or in the working directory."""
     if settings.digest_dir is not None:
         return Path(settings.digest_dir)
     return job.run_dir() / "digest" if settings.run_dir is not None else Path("digest")
@@ -161,7 +161,7 @@ def record_step(
         batch: The batch of the step.
         loss: The loss of the step, summed over its micro-batches.
         embeddings: The looked-up vectors, with their gradients.
-        known: Returns the tensors of the step: the model, with its gradients.
+        known: Returns the tensors of the step, including the model with its gradients.
     """
     if (digests := current()) is not None and digests.due(batch.step):
         weights = Weights(known().model, batch.step)

@@ -47,7 +47,7 @@ class Epochs:
         if other is not None:
             text = f"ctx.epochs: {count} on rank {settings.rank}, {given[other][0]} on rank {other}"
             raise UsageError(f"{text}; pass the same number on every rank")
-        first = given[0][1]  # the value of rank 0, which has loaded the checkpoint
+        first = given[0][1]  # the value of rank 0, which loads checkpoints
         if first is None:
             _logger.warning(
                 "ctx.epochs(%d): the checkpoint was written by an older version, which did not count epochs: epochs "
@@ -76,7 +76,9 @@ class Epochs:
             self._running = None
 
     def begin_loop(self, previous: TrainingLoop | None) -> None:
-        """Record that a training loop begins; warn if a resumed script may train too many steps.
+        """Record that a training loop begins.
+
+        Warn if it is not the only one of its epoch, or if a resumed script may train too many steps.
 
         Args:
             previous: The last loop of the context; None if this is the first.

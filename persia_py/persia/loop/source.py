@@ -121,7 +121,7 @@ class Source:
         self.cursor = self._start = self._end
 
     def pass_cut_short(self) -> None:
-        """Record that the pass ends because another rank's data has ended. A stream continues instead."""
+        """Record that the pass ends because another rank's data has ended. A stream continues with its next batch."""
         if self._stream is None:
             self.cursor = self._start
 

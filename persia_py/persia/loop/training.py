@@ -273,9 +273,9 @@ class TrainingLoop:
     def _blamed(self, error: Exception) -> FedBatch | None:
         """Return the batch to which an error is attributed.
 
-        A refused look-up names its step, which may be ahead of the open batch. Any other error is attributed to the
-        open batch, with two exceptions: errors of persia that are not data errors, and errors after the script has left
-        the loop and used the context for other work.
+        The error of a refused look-up names its step, which may be ahead of the open batch. Any other error is
+        attributed to the open batch, with two exceptions: errors of persia that are not data errors, and errors after
+        the script has left the loop and used the context for other work.
         """
         used_since = self._ended and self.backend.activity != self._ended_at
         open_batch = None if used_since else self._open

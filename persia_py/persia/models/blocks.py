@@ -34,7 +34,7 @@ class Layers(nn.Sequential):
 
 
 def mlp(width: int, sizes: Sequence[int], dropout: float = 0.0, *, recomputes: bool = False) -> Layers:
-    """Return linear layers of the given sizes, with a ReLU, and optionally dropout, between two layers.
+    """Return linear layers of the given sizes, each except the last followed by a ReLU and, if requested, dropout.
 
     Args:
         width: The number of inputs.

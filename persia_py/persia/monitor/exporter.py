@@ -51,7 +51,7 @@ class Exporter:
         address: The address at which others reach it, ``HOST:PORT``; empty if it has no port.
 
     Raises:
-        UsageError: The address is invalid or in use, or the URL of the gateway contains a password.
+        UsageError: The address is invalid or in use, or the URL of the gateway contains an ``@``.
         AuthError: Other hosts could reach the port, and there is no token file.
     """
 
@@ -155,7 +155,7 @@ def _gateway() -> str | None:
     """Return the push gateway.
 
     Raises:
-        UsageError: The URL of the gateway contains an ``@``, because a password may have any other character.
+        UsageError: The URL of the gateway contains an ``@``, and so a user or a password.
     """
     given = settings.metrics_gateway
     if given is None or "@" not in given:

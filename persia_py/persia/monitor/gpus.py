@@ -138,7 +138,7 @@ class _Nvml:
     def _told(self, ask: Callable[[], Any]) -> Any:
         """Return the result of a query.
 
-        Return an empty list if the query has no entries, and None if this GPU does not support the query (MIG).
+        Return an empty list if the query has no entries, and None if it is not supported (MIG) or not permitted.
         """
         nvml = self._nvml
         try:

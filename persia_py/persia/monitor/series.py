@@ -116,7 +116,7 @@ TRAINER = _all(
         ),
         Series(f"{_T}engine_seconds_total", "counter", "Time of the engine's threads in each stage", ("stage",)),
         Series(f"{_T}staleness", "gauge", "Batches that are looked up and whose gradients are not applied yet"),
-        Series(f"{_T}staleness_limit", "gauge", "K: the staleness is at most this limit"),
+        Series(f"{_T}staleness_limit", "gauge", "Limit of the staleness (K)"),
         Series(f"{_T}ids_total", "counter", "Ids of looked-up batches", ("slot", "kind")),
         Series(f"{_T}lookup_rows_total", "counter", "Unique ids looked up, by outcome", ("outcome",)),
         Series(f"{_T}push_rows_total", "counter", "Rows pushed, by outcome", ("outcome",)),

@@ -86,7 +86,7 @@ class StepSpans:
         self._expect(step + 1)
 
     def apart(self) -> None:
-        """Exclude the time since the last step."""
+        """Exclude the time since the last step from the trace of the next step."""
         self._mark, self._calls = time.monotonic(), []
 
 

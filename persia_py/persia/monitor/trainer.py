@@ -69,7 +69,7 @@ class Saved(Protocol):
 class TrainerMetrics(Collector):
     """The metrics of this rank.
 
-    A step only adds to lists, in the thread of the training loop. A scrape computes the values.
+    A step only updates counters, in the thread of the training loop. A scrape computes the other values.
 
     One object serves all contexts of a process, one after another.
     """
@@ -251,7 +251,7 @@ class TrainerMetrics(Collector):
 
 
 def _since(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return the difference to the previous values; a new engine starts at 0."""
+    """Return the difference to the previous values, or ``now`` if a value has decreased because the engine is new."""
     found = {name: value - before.get(name, 0.0) for name, value in now.items()}
     return found if all(value >= 0 for value in found.values()) else now
 

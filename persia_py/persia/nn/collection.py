@@ -268,7 +268,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def evaluation_report(self) -> EvaluationReport:
-        """The number of looked-up ids without a row since the last training forward pass, save or load."""
+        """The report on looked-up ids without a row since the last training forward pass, save or load."""
         return self._session.evaluation.report
 
     def stats(self) -> dict[str, Any]:

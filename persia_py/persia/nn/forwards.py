@@ -17,7 +17,7 @@ class Forwards:
         self._warned = False
 
     def forward(self) -> None:
-        """Record a forward pass. Log a warning if the previous ones were dropped."""
+        """Record a forward pass. Log one warning if at least :data:`WARN_AFTER` previous ones were dropped."""
         self._forwards += 1
         if self._dropped < WARN_AFTER or self._warned:
             return

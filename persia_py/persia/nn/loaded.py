@@ -34,7 +34,7 @@ def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[flo
     try:
         optimizer.check_lr(lr)
     except ConfigError as error:
-        raise CheckpointError(f"{loaded.path}: {STATE}: {error}", hint="") from error  # the error has the next step
+        raise CheckpointError(f"{loaded.path}: {STATE}: {error}", hint="") from error  # the message has the next step
     return lr, state.get("rows", [])
 
 

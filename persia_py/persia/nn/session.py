@@ -234,7 +234,7 @@ class Session:
                 nonfinite = "the sum of the gradients of one id is not finite"
             if nonfinite is not None:
                 batch.discard()
-                if run.peers() is not None:  # other ranks may push
+                if run.peers() is not None:  # other ranks may push, and change the rows
                     self.rows.changed()
                 self._skip(nonfinite, batch.step)
                 return

@@ -83,7 +83,7 @@ _MEANS = {
 
 def _change(stage: str, content: dict[str, Any]) -> str:
     """Return advice on what to change: a key of ``persia.yml``, and for a script also the corresponding argument."""
-    in_script = "threads" not in content  # persia train records its settings
+    in_script = "threads" not in content  # only persia train records its settings, such as ``threads``
     staleness, servers = int(content["staleness"]), bool(content["servers"])
     if stage == names.DATA:
         if servers:
@@ -98,7 +98,7 @@ def _change(stage: str, content: dict[str, Any]) -> str:
         return "reduce the dim of features, or start servers: persia up persia.yml --servers N"
     if stage == names.PUSH:
         if content.get("reproducible"):
-            return "train.reproducible requires train.staleness 1; without it, look-ups run ahead of pushes"
+            return "remove train.reproducible, which limits train.staleness to 1, so that look-ups run ahead of pushes"
         if staleness == 1:
             text = "raise train.staleness from 1, to 4 for example, so that look-ups run ahead of pushes"
         else:

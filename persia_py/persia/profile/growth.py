@@ -123,8 +123,8 @@ def slope(points: Sequence[tuple[int, int]]) -> float:
 def steady_growth(samples: Sequence[Sample], limit_mb: float) -> Growth | None:
     """Return the fastest growth that is steady, or None.
 
-    Growth is steady if both halves of the samples grow by at least the limit. The growth of memory that fills up at the
-    start, such as a cache, slows down.
+    Growth is steady if the samples, and each half of them, grow by at least the limit. Memory that only fills up at the
+    start, such as a cache, grows less in the second half.
 
     Args:
         samples: Equidistant samples, without the first :data:`SKIPPED`.

@@ -125,7 +125,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 SKEW = 1.5
-"""The ratio between the rows of a server and the mean of all servers above which :func:`blame` names the server.
+"""The ratio of the rows looked up on a server to the mean of all servers, above which :func:`blame` names the server.
 
 Hashing spreads ids evenly."""
 SLOW = 3.0
@@ -135,7 +135,7 @@ _NOTICEABLE_S = 0.001
 
 
 def blame(servers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the server that slows down look-ups and pushes, and why; None if no server stands out.
+    """Return a text that names the server that slows down the run, and why; None if no server stands out.
 
     Args:
         servers: The work of each server, see :meth:`Servers.end`.

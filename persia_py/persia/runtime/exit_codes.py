@@ -11,7 +11,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """An error of the script, or an error without a code of its own."""
     CONFIG = 2
-    """An error in the configuration, the arguments, or the data; a peer of another version or configuration."""
+    """An error in the configuration, the arguments, or the data, or a peer with another version or configuration."""
     UNREACHABLE = 3
     """A part of the job cannot be reached."""
     CORRUPT = 4

@@ -62,7 +62,7 @@ class Call:
         verb: The kind of call, one of the verbs of this module.
         step: The step to which the call belongs; None if there is none.
         detail: The subject of the call, such as the topic of an agreement.
-        thread: The id of the thread.
+        thread: The id of the thread that made the call.
         began: The time at which it began, in seconds of ``time.monotonic``.
         ended: The time at which it ended; None while it is running.
         error: The class of the exception that ended it; empty if there was none.

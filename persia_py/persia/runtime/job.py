@@ -132,7 +132,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def target_of(latest: Path) -> Path:
-    """Return the path that a file ``LATEST`` points to, in the same folder.
+    """Return the path, in the folder of the file ``LATEST``, to which this file points.
 
     Raises:
         StorageError: The file cannot be read.
@@ -144,7 +144,7 @@ def target_of(latest: Path) -> Path:
     except UnicodeDecodeError as error:
         raise StorageError(
             f"cannot read {latest}: expected the name of a folder next to it, found bytes that are not UTF-8",
-            hint="specify the folder itself",
+            hint="specify the folder itself instead of this file",
         ) from error
 
 

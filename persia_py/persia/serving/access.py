@@ -51,7 +51,7 @@ def certificate() -> tuple[str, str] | None:
             ) from error
     certificate, key = str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
     try:
-        # prevents a prompt for a password
+        # The empty password prevents a prompt for one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -244,10 +244,10 @@ class Bundle:
         return dict(zip(self._transform.slots, self._rows.missing(samples.batch(requires_grad=False)), strict=True))
 
     def _check_parity(self, count: int = _CHECKED) -> None:
-        """Score some parity rows, and compare the scores with those stored when the bundle was written.
+        """Compare the model's outputs for some parity rows with those stored when the bundle was written.
 
         Raises:
-            CheckpointError: The scores differ: this machine or this version of torch computes different values.
+            CheckpointError: The outputs differ: this machine or this version of torch computes different values.
         """
         labels: Sequence[str] = [each.name for each in self.outputs]
         content = b"" if self._parity is None else self._parity.content()

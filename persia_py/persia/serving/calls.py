@@ -76,7 +76,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
         self._open -= 1
 
     def _about_health(self, handler: Any) -> Any:
-        """Return a handler that waits for the message of a health call, as long as the call is within the limit."""
+        """Return a handler that waits for the message of a health call, unless newer calls replace the call."""
 
         async def answer(_requests: Any, context: Any) -> None:
             message = await self._message(context)
@@ -99,7 +99,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
             await asyncio.wait({reading, left}, timeout=self._limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._silent.pop(left, None)
-        if not reading.done():  # abort() raises an error
+        if not reading.done():  # abort() raises an error, which ends the call
             if left.done():
                 text = f"more than {HEALTH_CALLS} health calls wait for their messages, and this one has waited longest"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)

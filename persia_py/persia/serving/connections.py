@@ -82,10 +82,10 @@ class Connection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, without its signal handlers."""
+    """uvicorn's server, without its signal handlers, which also disconnects slow clients."""
 
     def __init__(self, config: uvicorn.Config, timeout_s: float) -> None:
-        """Create a server that disconnects clients after this time."""
+        """Create a server that disconnects clients that are too slow for ``timeout_s`` seconds."""
         super().__init__(config)
         self._timeout_s = timeout_s
 

@@ -51,7 +51,7 @@ def find(given: Path) -> Found:
         except PermissionError as error:
             hint = f"make the folder readable for the user of this process: ls -ld {shlex.quote(str(folder))}"
             raise CheckpointError(f"cannot read {folder / MANIFEST}: {error.strerror}", hint=hint) from error
-        except OSError:  # the end of the function reports it
+        except OSError:  # a missing manifest is reported below
             continue
     new = given / str(int(versions[0]) + 1 if versions else 1)
     raise _missing(given, f"the folder has neither {MANIFEST} nor a version such as 1/{MANIFEST}", new)

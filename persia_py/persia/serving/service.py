@@ -82,7 +82,7 @@ class Service:
         Args:
             decode: Returns the rows of the request for a model.
             size: The size that was accepted, in bytes.
-            timeout_s: Seconds that the client waits.
+            timeout_s: Seconds that the client waits, at most the limit; None means the limit.
 
         Raises:
             RefusedError: The request gets no scores.

@@ -215,7 +215,7 @@ class _Check:
                 self._save(model, scores)
 
     def _warn(self, model: torch.nn.Module, gradients: "dict[int | str, float]") -> None:
-        """Record the tensors and parameters without a gradient."""
+        """Record warnings about features and parameters without a gradient."""
         idle = [name for name, each in model.named_parameters() if each.requires_grad and name not in gradients]
         if idle:
             self._steps.warnings.append(f"parameters without a gradient: {listed(idle)}")
@@ -250,7 +250,7 @@ class _Check:
 
 @contextmanager
 def _watched(model: torch.nn.Module, gradients: "dict[int | str, float]") -> Iterator[None]:
-    """Record the largest gradient of each embedding tensor that the model receives, and of each parameter, by name."""
+    """Record the largest gradient of each embedding tensor, by its position, and of each parameter, by its name."""
 
     def note(place: int | str) -> Callable[[torch.Tensor], None]:
         def keep(gradient: torch.Tensor) -> None:
@@ -288,7 +288,7 @@ def _made(model: Model, given: _Given) -> torch.nn.Module:
 
 
 def _batch(features: Features, *, trains: bool = True) -> PersiaBatch:
-    """Return a synthetic batch: one to three ids for each feature."""
+    """Return a synthetic batch: one to three ids for each sample and feature."""
     random = np.random.default_rng(_SEED)
     kinds = dict(features.types)
     ids = [

@@ -248,7 +248,7 @@ def read_rows(
 
 
 def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.NDArray[np.float32]:
-    """Return the weight of each row; ``first_row`` is the row number of the first row in errors, from 0.
+    """Return the weight of each row; ``first_row`` is the row number of the first row, from 0, for errors.
 
     Raises:
         FeatureTypeError: The column is not numeric.

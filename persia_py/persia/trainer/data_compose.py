@@ -83,8 +83,8 @@ def _resume(reader: RecordReader, position: str) -> int:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             "the ranks have received batches of a data script; data-compose without a data script cannot continue at "
-            "its position",
-            hint="resume with this data script (PERSIA_DATALOADER_ENTRY), or start a new run",
+            "the position of that script",
+            hint="resume with that data script (PERSIA_DATALOADER_ENTRY), or start a new run",
         ) from error
     identity = reader.state_dict()["of"]
     if state["of"]["columns"] != _short(identity)["columns"]:
@@ -113,7 +113,7 @@ def _transform_of(config: Config, ctx: DataCtx) -> Transform:
 
 
 def _short(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of a reader with a digest of its columns, because each batch carries it."""
+    """Return the identity of a reader with a digest instead of its columns, because each batch carries it."""
     columns = "\n".join(identity["columns"]).encode()
     return {**identity, "columns": hashlib.sha256(columns).hexdigest()[:16]}
 

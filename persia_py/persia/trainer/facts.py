@@ -56,7 +56,7 @@ def facts_of(config: Config, files: Files, transform: Transform, rows: int, *, g
 
 
 def _types_of(schema: pa.Schema) -> dict[str, str]:
-    """Return the type of each column in the terms of a text file; columns of lists and other types are omitted."""
+    """Return the type of each column in the terms of a text file; :func:`types_in` omits lists and other types."""
     found = {}
     for field in schema:
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
@@ -84,7 +84,7 @@ def types_in(facts: Mapping[str, Any]) -> dict[str, pa.DataType]:
 def check_files(folder: RunFolder, files: Files) -> None:
     """Check that files are those on which the run was trained, by name, size and order.
 
-    The position of a row in the files determines its part, so other files would divide the rows differently.
+    The part of a row may depend on its file and row number, so the rows of other files may be divided differently.
 
     Raises:
         CheckpointError: The run has no record of its training files.
@@ -119,7 +119,7 @@ def warn_of_trained(folder: RunFolder, files: Files) -> None:
     if trained:
         _logger.warning(
             "%s was trained on %s: metrics of rows that a model was trained on are too optimistic. Specify files with "
-            "other rows, or no file to evaluate the test set",
+            "other rows, or omit the files to evaluate the test set",
             folder.shown,
             _few(trained),
         )

@@ -25,8 +25,8 @@ _LOCK = "lock"
 def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     """Return the transform of the training rows, which is fitted at most once for all processes that share a folder.
 
-    The name of the file depends on the features, the training files (their names, sizes and times) and their split, so
-    a fit of other rows is never used. Processes that share no folder each fit, with the same result.
+    The name of the result's file depends on the features, the training files (their names, sizes and times) and their
+    split, so a fit of other rows is never used. Processes that share no folder each fit, with the same result.
 
     Args:
         config: The configuration.

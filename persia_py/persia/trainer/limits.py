@@ -12,7 +12,7 @@ from persia.runtime import flight
 
 
 class Limits:
-    """Measures the time of the training loop, between two reports, by :func:`persia.profile.stages.stages`.
+    """Measures the time of the training loop between two reports, for each stage of :mod:`persia.profile.stages`.
 
     Args:
         staleness: The staleness K of the loop.

@@ -144,7 +144,7 @@ def _refused(config: Config, mistakes: list[str]) -> ConfigError:
     """Return the error for a model that cannot be constructed; `persia config check` constructs no model."""
     place = config.origin.places.get("model", "")
     file = "persia.yml" if not place or place.startswith("--set") else place.rpartition(":")[0]
-    hint = f"correct it, then run: python -m persia.testing {shlex.quote(file)}"
+    hint = f"correct each error, then run: python -m persia.testing {shlex.quote(file)}"
     return ConfigError("\n".join(mistakes), hint=hint)
 
 

@@ -220,7 +220,7 @@ def train_rank(config: Config, path: Path, how: str) -> None:
 
 
 def _own_batch(config: Config) -> IterableDataset:
-    """Return the batch that this rank reads itself."""
+    """Return a data set whose batches this rank reads itself."""
     parts = Parts(config)
     reader = parts.train.reader(config.step_rows)
     return TrainingBatches(parts.train, reader, fitting.fit(config, parts).transform, config.train.weight)

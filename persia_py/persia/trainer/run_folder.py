@@ -119,7 +119,10 @@ class RunFolder:
             return str(self.path)
 
     def saves(self, config: Config) -> Place:
-        """Return the folder or the URL of the checkpoints, which is below ``checkpoint.dir`` if that is set."""
+        """Return the folder or the URL of the checkpoints.
+
+        It is that of the job or, in a run of one process, below ``checkpoint.dir`` if that is set, else in the folder.
+        """
         if (of_job := self.read_json(FACTS).get("checkpoints")) is not None:
             return place(of_job)
         given = config.checkpoint.dir
@@ -292,7 +295,7 @@ def check_same(run: str, before: Config, now: Config) -> None:
     """
     old, new = _flat("", _content(before)), _flat("", _content(now))
     changed = [
-        f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
+        f"{key}: {old.get(key)!r} in the run, {new.get(key)!r} now"
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and not any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
     ]
@@ -380,7 +383,7 @@ def saves_of(folder: RunFolder) -> Place:
 
 
 def of_one_process(path: Path) -> bool:
-    """Whether a folder has a run that is not a job, whose checkpoints are in the folder or in ``checkpoint.dir``."""
+    """Whether a folder has a run that one process has trained, and not a job."""
     return (path / CONFIG).is_file() and not of_job(path)
 
 

@@ -337,7 +337,7 @@ def count_ids(config: Config, train: Part, transform: Transform, rows: int) -> t
 
 
 def _power(half: int, whole: int) -> float:
-    """Return the power of the row count with which the number of ids grows, if half of the rows have ``half`` ids."""
+    """Return the exponent of the power law by which ids grow, from ``half`` in half of the rows to ``whole`` in all."""
     return float(np.log2(whole / half)) if 0 < half < whole else 0.0
 
 
@@ -346,7 +346,7 @@ def _table_of(config: Config, slot: str) -> str:
 
 
 def available() -> int:
-    """Return the free memory of this host in bytes, or the memory that the container of this process may still use."""
+    """Return the free memory of this host in bytes, or less if the container of this process is limited to less."""
     free = int(psutil.virtual_memory().available)
     for path in _CGROUP:
         try:

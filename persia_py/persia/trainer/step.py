@@ -36,9 +36,9 @@ class Steps:
     and its gradients are those of the whole batch, except for rounding, and each row is pushed once. The number of rows
     is kept for later steps, and in checkpoints.
 
-    Several ranks halve together. Each rank computes its parts without the other ranks. Then the ranks agree that all
-    had enough memory, and the backward pass of the last part averages gradients. Otherwise a failing rank would leave
-    the other ranks waiting in a collective.
+    Several ranks halve together. Each rank computes its parts, except the last of several, without the other ranks.
+    Then the ranks agree that all had enough memory, and average gradients in the last part. Otherwise a failing rank
+    would leave the other ranks waiting in a collective.
 
     Args:
         config: The configuration.
@@ -55,7 +55,7 @@ class Steps:
         self._given = rows_at_a_time(config)
         self._anomalies = config.train.detect_anomaly
         self._made = 0  # the number of steps with the current number of rows
-        self._agreed_rows: int | None = None  # the number of rows that needed too much memory on any rank
+        self._agreed_rows: int | None = None  # the rows that needed too much memory, on the first such rank
 
     @property
     def rows(self) -> int | None:

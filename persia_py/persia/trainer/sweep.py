@@ -228,7 +228,7 @@ def _hint(error: PersiaError, folder: RunFolder) -> str:
 
 
 def _from_beginning(folder: RunFolder) -> str:
-    """Return the next step if the run of a trial cannot be continued. The settings determine its name."""
+    """Return the next step if the run of a trial cannot be continued. The settings determine the run's name."""
     return f"to train the trial from the beginning: rm -r {shlex.quote(folder.shown)}; then repeat the sweep"
 
 

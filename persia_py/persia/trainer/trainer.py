@@ -311,7 +311,7 @@ class Trainer:
             self._torch.close()
 
     def _prepare_torch(self) -> None:
-        """Seed torch, and set the threads and the environment of the ranks. Restore all of them at the end."""
+        """Seed random generators. Set torch's threads and the ranks' variables, which :meth:`close` restores."""
         self._torch.enter_context(applied(variables_of(self.config)))
         if settings.nats_url is not None:
             network.check()

@@ -71,7 +71,7 @@ class Training(OpenRun):
         self._name_latest()
         distributed.stop(reason)
         if self._record is not None:
-            of_job = identity() if self._in_job else {}  # data-compose reads this summary
+            of_job = identity() if self._in_job else {}  # data-compose looks for the summary of its job
             self._record.write({**self._results(), **of_job, "status": STOPPED, "reason": reason})
             pages.write(self.folder, self._config, status=STOPPED)
 

@@ -55,7 +55,7 @@ class Validation:
             if best is not None:
                 _logger.warning(
                     "train.early_stop is no longer set: the run uses its last model, and deletes the best checkpoint, "
-                    "%s, at its end; to keep it: set train.early_stop",
+                    "%s, when it ends; to keep this checkpoint: set train.early_stop",
                     self.checkpoint(best.step),
                 )
             self._forget()

@@ -27,11 +27,13 @@ struct Many {
     ids: ShardedIds,
     indices: Vec<u32>,
     offsets: Vec<u32>,
-    /// The start of each id's samples in `samples`, and the samples of each id.
+    /// The start of each id's samples in `samples`.
     starts: Vec<u32>,
+    /// The samples of each id.
     samples: Vec<u32>,
-    /// A weight for each index, in the order of `indices` and in the order of `samples`.
+    /// A weight for each index, in the order of `indices`.
     weights: Vec<f32>,
+    /// The same weights, in the order of `samples`.
     grouped: Vec<f32>,
     divisors: Vec<f32>,
     factors: Vec<f32>,

@@ -63,7 +63,7 @@ impl Used {
     }
 }
 
-/// A number for each `of`. The numbers have various magnitudes and both signs, and include -0.
+/// The number for `of`. The numbers have various magnitudes and both signs, and include -0.
 fn number(of: usize) -> f32 {
     let hash = hash_id(of as u64);
     let magnitude = (hash >> 40) as f32 * 10f32.powi((hash % 9) as i32 - 12);

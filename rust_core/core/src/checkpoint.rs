@@ -45,7 +45,8 @@ impl Saver {
             let saver = files::Destination::begin(&directory)?;
             let number = next_number();
             if let Err(error) = tables.prepare_snapshot(number) {
-                // Some servers may hold the rows. A server that is not reached releases them at the next snapshot.
+                // Some servers may hold the rows. A server that this call does not reach releases them at the next
+                // snapshot.
                 let _ = tables.abort_snapshot(number);
                 return Err(error);
             }
@@ -115,9 +116,9 @@ impl Saver {
         py.detach(|| saver.add_content(name, content)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest. From then on, `directory` is this checkpoint. Returns the error, if any, of servers that
-    /// could not be notified afterwards. The logs of these servers then still start at the previous checkpoint.
-    /// `cursor` and `inputs` are JSON: the position of the data loader and the names of the model's inputs.
+    /// Publish the manifest. From then on, `directory` contains this checkpoint. Returns the error, if any, of servers
+    /// that could not be notified afterwards. The logs of these servers then still start at the previous checkpoint.
+    /// `cursor` is the position of the data loader, and `inputs` are the names of the model's inputs, both as JSON.
     #[pyo3(signature = (cursor, created_at, inputs=None))]
     fn commit(
         &mut self,
@@ -221,7 +222,8 @@ impl Checkpoint {
         content.map(|content| PyBytes::new(py, &content)).map_err(|error| raise(py, &error))
     }
 
-    /// Replace the engine's rows by those of the checkpoint. Within a training loop, this is refused.
+    /// Replace the engine's rows by those of the checkpoint. Raises an error within a training loop, and if the
+    /// optimizer or the slots of the run do not fit the rows.
     fn restore(&self, py: Python<'_>, engine: &Engine) -> PyResult<()> {
         engine.settle(py)?;
         let run = &self.manifest.head.run;
@@ -237,8 +239,8 @@ impl Checkpoint {
                     py,
                     "ForeignCheckpointError",
                     format!(
-                        "{} does not fit this run: rows of table {} were saved with optimizer {}, this run has {}; \
-                         use the same embedding optimizer",
+                        "{} does not fit this run: rows of table {} were saved with optimizer {}, but this run has \
+                         {}; use the same embedding optimizer",
                         self.directory.display(),
                         current.name,
                         kind(&before),

@@ -69,7 +69,7 @@ impl Importer {
         Ok(Self { import: Some(import.map_err(|error| raise(py, &error))?), tables })
     }
 
-    /// Add rows to a table. `row` is the row number of the first one.
+    /// Add rows to a table. `row` is the number of the first of these rows, for messages.
     fn add(
         &mut self,
         py: Python<'_>,

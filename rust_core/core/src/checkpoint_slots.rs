@@ -25,8 +25,8 @@ impl Checkpoint {
             ];
             lines.extend(pairs.into_iter().filter(|(_, before, now)| before != now).map(|(key, before, now)| {
                 format!(
-                    "{} does not fit this run: slot {} was trained with {key} {before}, this run has {now}, so the \
-                     model would get other vectors; use the same {key}",
+                    "{} does not fit this run: slot {} was trained with {key} {before}, but this run has {now}, so \
+                     the model would get other vectors; use the same {key}",
                     self.directory.display(),
                     slot.name,
                 )
@@ -35,8 +35,8 @@ impl Checkpoint {
         lines
     }
 
-    /// Refuse rows that would have a different meaning in this run: their ids are buckets of a different hash stack
-    /// or are no longer buckets, or rows are combined differently.
+    /// Refuse rows that would have a different meaning in this run, because a slot has a different hash stack, or
+    /// combines its rows differently.
     pub(crate) fn check_slots(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
         let saved = &self.manifest.head.run.schema.slots;
         let pairs = now.schema.slots.iter().filter_map(|slot| {
@@ -51,8 +51,8 @@ impl Checkpoint {
         let mut lines: Vec<String> = pairs
             .map(|(saved, slot)| {
                 format!(
-                    "{} does not fit this run: ids of slot {} were saved with hash_stack_config {}, this run has {}, \
-                     so the rows would belong to other ids; use the same hash_stack_config",
+                    "{} does not fit this run: ids of slot {} were saved with hash_stack_config {}, but this run has \
+                     {}, so the rows would belong to other ids; use the same hash_stack_config",
                     self.directory.display(),
                     slot.name,
                     described(saved.hash_stack),

@@ -60,7 +60,7 @@ impl Discovery {
     }
 
     /// Announce this process until the announcement is closed, even if NATS is restarted. `address` is
-    /// empty if it serves no requests. The key `metrics` in `extra` is the address of its metrics.
+    /// empty if the process serves no requests. The value of `metrics` in `extra` is the address of its metrics.
     fn announce(
         &self,
         py: Python<'_>,
@@ -99,7 +99,8 @@ impl Discovery {
         Ok(found.into_iter().map(metadata_of).collect())
     }
 
-    /// Close the connection. This withdraws its announcements. An engine that uses the connection keeps it open.
+    /// Release the connection. It stays open as long as an engine uses it. When it closes, its announcements are
+    /// withdrawn.
     fn close(&self, py: Python<'_>) {
         let connection = self.connection.lock().take();
         py.detach(|| drop(connection));

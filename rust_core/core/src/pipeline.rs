@@ -153,7 +153,11 @@ impl Pipeline {
 }
 
 fn closed(py: Python<'_>) -> PyErr {
-    errors::raise(py, "UsageError", "cannot take a batch: the data loader's loop has ended; iterate it again")
+    errors::raise(
+        py,
+        "UsageError",
+        "cannot take a batch: the data loader's loop has ended; iterate the data loader again",
+    )
 }
 
 /// The time limit for a wait for the next batch, and its log lines.
@@ -175,7 +179,7 @@ impl Waiting {
         if what != Wait::Batch && waited > self.limit {
             return Err(Python::attach(|py| {
                 let (waited, limit) = (waited.as_secs_f64(), self.limit.as_secs_f64());
-                let text = format!("waited {waited:.1} s for {what}, the limit is {limit:.1} s");
+                let text = format!("waited {waited:.1} s for {what}, but the limit is {limit:.1} s");
                 errors::raise(py, "WaitTimeoutError", text)
             }));
         }

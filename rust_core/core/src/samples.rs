@@ -42,7 +42,7 @@ impl Samples {
                 return Err(errors::raise(
                     py,
                     "DataError",
-                    "cannot concatenate samples of different transforms, or samples with labels and samples without",
+                    "cannot concatenate samples of different transforms, or samples with and without labels",
                 ));
             }
         }

@@ -91,7 +91,7 @@ fn format_of(py: Python<'_>, name: &str) -> PyResult<RowFormat> {
         .ok_or_else(|| errors::raise(py, "UsageError", format!("rows={name:?}: expected f32, f16 or int8")))
 }
 
-/// The rows of a bundle. The training engine looks them up, from any number of threads.
+/// The rows of a bundle. They are looked up by the same engine as in training, from any number of threads.
 #[pyclass(module = "persia_core.serving", frozen)]
 pub(crate) struct MappedRows {
     engine: Engine,

@@ -45,7 +45,7 @@ pub(crate) fn describe<'py>(
     Ok(all)
 }
 
-/// The statistics of an engine only: its `lookups` and `pushes`, not those of the tables.
+/// The statistics of one engine. `lookups` and `pushes` count its own requests, and not all requests to the tables.
 pub(crate) fn of_engine<'py>(
     py: Python<'py>,
     schema: &Schema,

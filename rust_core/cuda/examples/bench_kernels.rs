@@ -74,7 +74,8 @@ fn measure(
     let (mut jobs, mut kept, mut bytes) = (Vec::new(), Vec::new(), 0);
     for feature in 0..FEATURES {
         let draw = |i: usize, end: usize| (hash_id((feature * uses + i) as u64) % end as u64) as u32;
-        // A gather reads from all rows of a look-up. There are as many sums as a batch has unique ids on average.
+        // A gather reads from all rows of a look-up. A segment sum has as many sums as a batch has unique ids on
+        // average.
         let sums = if gathers { BATCH } else { uses.min(UNIQUE) };
         let sources = if gathers { uses.min(UNIQUE) } else { BATCH };
         let rows = cuda.upload(&vec![0; sources * dim * element_bytes(dtype)])?;

@@ -9,20 +9,21 @@ pub enum CudaError {
          run: nvidia-smi; in a container, use docker-compose.gpu.yaml; or omit device_id to train on the CPU"
     )]
     NoDriver {
-        /// The requested device.
+        /// The number of the requested device.
         ordinal: i32,
     },
     /// The driver cannot read the kernels.
     #[error(
-        "CUDA device {ordinal}: the NVIDIA driver supports CUDA {}.{}, the kernels need {}.{} (driver 525 or later); \
-         update the driver, then run: nvidia-smi", .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
+        "CUDA device {ordinal}: the NVIDIA driver supports CUDA {}.{}, but the kernels need {}.{} (driver 525 or \
+         later); update the driver, then run: nvidia-smi",
+        .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
     )]
     DriverTooOld {
-        /// The requested device.
+        /// The number of the requested device.
         ordinal: i32,
         /// The driver's version, as 1000 * major + 10 * minor.
         found: i32,
-        /// The version of the kernels.
+        /// The CUDA version of the kernels, as 1000 * major + 10 * minor.
         needed: i32,
     },
     /// The device number does not exist.
@@ -31,7 +32,7 @@ pub enum CudaError {
         describe_count(*.count)
     )]
     NoDevice {
-        /// The requested device.
+        /// The number of the requested device.
         ordinal: i32,
         /// The number of devices that the driver reports.
         count: i32,
@@ -40,11 +41,11 @@ pub enum CudaError {
     },
     /// The kernels cannot run on the device.
     #[error(
-        "CUDA device {ordinal} has compute capability {}.{}, the kernels need {}.{} (A100 or later); choose another \
-         device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
+        "CUDA device {ordinal} has compute capability {}.{}, but the kernels need {}.{} (A100 or later); choose \
+         another device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
     )]
     DeviceTooOld {
-        /// The requested device.
+        /// The number of the requested device.
         ordinal: i32,
         /// The compute capability of the device.
         found: (i32, i32),
@@ -57,7 +58,7 @@ pub enum CudaError {
          or list the processes that use the device: nvidia-smi", describe_memory(.free_and_total)
     )]
     OutOfMemory {
-        /// The device.
+        /// The number of the device.
         ordinal: i32,
         /// The purpose of the memory.
         what: &'static str,
@@ -72,7 +73,7 @@ pub enum CudaError {
          or a lower staleness, and check: free -m; ulimit -l"
     )]
     NoPinnedMemory {
-        /// The device.
+        /// The number of the device.
         ordinal: i32,
         /// The requested size, in bytes.
         bytes: usize,
@@ -82,7 +83,7 @@ pub enum CudaError {
     /// A call failed for any other reason.
     #[error("CUDA device {ordinal}: {what} failed with {code}; {}", next_step(.what))]
     Failed {
-        /// The device.
+        /// The number of the device.
         ordinal: i32,
         /// The name of the call.
         what: &'static str,
@@ -95,7 +96,7 @@ pub enum CudaError {
          nvidia-smi"
     )]
     BrokenDriver {
-        /// The requested device.
+        /// The number of the requested device.
         ordinal: i32,
         /// The message that names the missing function.
         what: String,

@@ -7,7 +7,7 @@
 //
 // NVRTC compiles this file as CUDA C, without any header. Tests compile it as C++17, with THREADS as a loop over the
 // threads of a block (tests/shim.h). A thread must therefore keep no variable from one THREADS to the next, except one
-// that it sets to 1 for SYNC_ANY, which returns whether any thread has set it.
+// that it sets to 1 for SYNC_ANY. SYNC_ANY returns whether any thread has set it.
 
 #ifdef __CUDACC__
 #define THREADS

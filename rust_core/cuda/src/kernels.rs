@@ -88,7 +88,7 @@ pub struct Job {
     pub lanes: u32,
     /// The number of the first block of the job. It is set by [`lay_out`].
     pub first: u32,
-    /// Unused.
+    /// Unused: it completes the size of the structure to a multiple of 8 bytes.
     pub padding: u32,
 }
 

@@ -250,8 +250,8 @@ fn address(block: u64, place: Option<Place>) -> u64 {
     place.map_or(0, |place| block + place as u64)
 }
 
-/// The layout of the sums of one step: a block with the flag that a sum sets if it is not finite, the jobs, the
-/// accumulators of shared tables, and the sums that are copied back.
+/// The layout of the sums of one step, in one block. The block contains a flag, the jobs, the accumulators of
+/// shared tables, and the sums that are copied back. The flag is set if a sum is not finite.
 #[derive(Debug)]
 pub struct SumsLayout {
     jobs: Place,
@@ -326,7 +326,7 @@ impl SumsLayout {
         (rounds.concat(), launches)
     }
 
-    /// The positions of the jobs.
+    /// The position of the jobs in the block.
     pub fn jobs_place(&self) -> Place {
         self.jobs
     }

@@ -7,8 +7,8 @@
 //! * [`layout`]: the memory layout of a step's lists, vectors and sums
 //! * `by_hand`: memory and launches for tests and measurements, with the cargo feature `by_hand`
 //!
-//! Neither building nor loading needs CUDA, because the driver's library is opened together with the first
-//! device.
+//! Neither building nor loading this crate needs CUDA, because the driver's library is opened together with
+//! the first device.
 //!
 //! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
 //! Events order the work of the streams. Only the following wait for the device:

@@ -51,8 +51,9 @@ struct Inner {
 ///
 /// At each synchronization, the driver returns memory above the threshold to the device, and allocating it again
 /// is slow. The threshold is therefore derived from the peak use in this window and the previous one, so that it
-/// is above the need of all steps in flight. It grows immediately, and shrinks after two windows without large
-/// batches. Driver 580 nevertheless kept the memory of a large block in which it then placed smaller ones.
+/// is above the need of all steps in flight. The threshold grows immediately, and shrinks after two windows
+/// without large batches. Driver 580 nevertheless kept the memory of a large block in which it then placed
+/// smaller ones.
 #[derive(Debug, Default)]
 struct Threshold {
     bytes: u64,
@@ -217,8 +218,8 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Record that the work on `stream` so far, a stream of another library, uses the block. This is called
-    /// after the last use.
+    /// Record that the work so far on `stream`, a stream of another library, uses the block. Call this after
+    /// the last use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
         if self.pool.release_after(stream as sys::CUstream).is_err() {

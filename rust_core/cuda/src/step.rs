@@ -138,7 +138,7 @@ impl DeviceTensor {
         self.ready.let_wait(stream as _)
     }
 
-    /// Record that the work on `stream` so far uses the tensor. This is called when the user of the tensor drops it.
+    /// Record that the work on `stream` so far uses the tensor. Call this when the user of the tensor drops it.
     pub fn used_on(&self, stream: usize) {
         self.block.used_on(stream);
     }

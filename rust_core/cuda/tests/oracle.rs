@@ -17,7 +17,7 @@ fn run(shim: &Shim, case: &Case) {
     case.check(&memory.given(flag));
 }
 
-/// Copies of data, aligned for vectors of four.
+/// Copies of a case's data, aligned for access to four numbers at a time.
 struct Memory {
     rows: Vec<u128>,
     out: Vec<u128>,

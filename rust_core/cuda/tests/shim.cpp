@@ -1,4 +1,4 @@
-// The kernels for a CPU, one entry point each; see shim.h.
+// The kernels, compiled for the CPU by means of shim.h. Each `run_` function runs one kernel.
 #include "shim.h"
 
 #include "../src/kernels.cu"

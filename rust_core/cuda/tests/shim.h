@@ -1,4 +1,4 @@
-// Lets a C++ compiler take kernels.cu: blocks and the threads of a block are loops.
+// Lets a C++ compiler compile kernels.cu. The blocks of a launch and the threads of a block run in loops.
 #pragma once
 #include <cstring>
 

@@ -158,8 +158,8 @@ impl Engine {
         }
     }
 
-    /// Prevent all pipelines from starting look-ups until [`Engine::resume`]. After a drain, the rows are
-    /// then those of one step and do not change.
+    /// Prevent all pipelines from starting look-ups until [`Engine::resume`]. If every rank pauses and
+    /// drains, the rows are those of one step and do not change.
     pub fn pause(&self) {
         self.scheduler().lock().paused = true;
     }
@@ -180,7 +180,7 @@ impl Engine {
         &self.scheduler().options
     }
 
-    /// The schema.
+    /// The schema of the tables.
     pub fn schema(&self) -> &Schema {
         &self.scheduler().context.schema
     }

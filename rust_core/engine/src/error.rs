@@ -52,9 +52,9 @@ pub enum Error {
     TooLarge {
         /// What is too large.
         what: String,
-        /// The size.
+        /// The size that was found.
         size: usize,
-        /// The maximum.
+        /// The limit that the size exceeds.
         limit: usize,
     },
     /// The input contains NaN or infinity.
@@ -78,7 +78,7 @@ pub enum Error {
         row: usize,
         /// The position in the flattened sample.
         column: usize,
-        /// The value.
+        /// The value of the label.
         value: f64,
     },
     /// The bytes do not encode a valid batch.
@@ -149,7 +149,7 @@ pub enum Error {
     Panicked {
         /// The worker: look-up or push.
         worker: &'static str,
-        /// The step.
+        /// The step of the look-up or push.
         step: u64,
         /// The message of the panic.
         what: String,

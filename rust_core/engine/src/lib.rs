@@ -8,7 +8,8 @@
 //!    merged.
 //! 3. [`Pipeline`]: looks up batches ahead of time, while at most K - 1 pushes are unacknowledged, and returns
 //!    [`PooledBatch`].
-//! 4. [`PushTicket::push`]: sums the gradients of each unique id, and pushes them in the background.
+//! 4. [`PushTicket::push`]: queues the gradients, which the push thread pushes in the background. The
+//!    gradients of each unique id are summed.
 //!
 //! ```no_run
 //! # use persia_engine::{Batch, Engine, Error, Next, PushOptions};

@@ -57,11 +57,11 @@ pub struct SlotStats {
 pub struct StageTime {
     /// The number of times that the stage ran.
     pub count: u64,
-    /// The sum of the times.
+    /// The sum of the times of all executions.
     pub total: Duration,
-    /// The latest time.
+    /// The time of the latest execution.
     pub last: Duration,
-    /// The longest time.
+    /// The time of the longest execution.
     pub max: Duration,
 }
 

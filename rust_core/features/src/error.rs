@@ -78,7 +78,7 @@ pub enum TransformError {
     /// The transform was fitted for other features.
     #[error("the transform was fitted for other features: {}. Restore the features of the transform in the configuration, or fit again in a new run", .differences.join("; "))]
     OtherFeatures {
-        /// The differences.
+        /// The differences between the two sets of features.
         differences: Vec<String>,
     },
 }

@@ -24,7 +24,7 @@ impl Features {
         Ok(Parsed { config: Self(Arc::new(parsed.config)), warnings: parsed.warnings })
     }
 
-    /// The declarations.
+    /// The declarations of the features and labels.
     pub fn config(&self) -> &FeaturesConfig {
         &self.0
     }

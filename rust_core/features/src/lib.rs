@@ -1,5 +1,5 @@
-//! Feature transforms. A description is compiled once. It then converts equal values to equal ids and floats, whether
-//! they are in an Arrow record batch of any layout or in a JSON record.
+//! Feature transforms. The declarations of features are compiled once into a transform. The transform converts equal
+//! values to equal ids and floats, whether they are in an Arrow record batch of any layout or in a JSON record.
 //!
 //! * [`Features`]: the blocks `features` and `labels` of `persia.yml`
 //! * [`Fitter`]: computes the fitted values in one pass over the training data

@@ -29,7 +29,7 @@ pub enum Unusual {
 }
 
 impl Unusual {
-    /// All kinds.
+    /// All kinds of unusual values.
     pub const ALL: [Self; 8] = [
         Self::Null,
         Self::Empty,

@@ -21,8 +21,8 @@ pub struct Names {
 pub struct Ids {
     /// All ids, row by row.
     pub ids: Vec<u64>,
-    /// The offsets of the rows: row `i` has `ids[offsets[i]..offsets[i + 1]]`. None means one id in every row, as
-    /// determined by the declaration and not by the data.
+    /// The offsets of the rows in `ids`: row `i` has `ids[offsets[i]..offsets[i + 1]]`. None means one id in
+    /// every row, as determined by the declaration and not by the data.
     pub offsets: Option<Vec<u32>>,
     /// The weight of each id; None means 1 for all.
     pub weights: Option<Vec<f32>>,
@@ -34,7 +34,7 @@ impl Ids {
         Self { ids: Vec::new(), offsets, weights: weighted.then(Vec::new) }
     }
 
-    /// Number of rows.
+    /// The number of rows.
     pub fn rows(&self) -> usize {
         self.offsets.as_ref().map_or(self.ids.len(), |offsets| offsets.len() - 1)
     }
@@ -91,7 +91,7 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// Number of rows.
+    /// The number of rows.
     pub fn rows(&self) -> usize {
         self.rows
     }

@@ -41,7 +41,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Accepted inputs.
+/// Inputs that the target accepts.
 pub fn seeds() -> Vec<Vec<u8>> {
     let tensor = |name: Option<&str>, dtype: Dtype, shape: &[usize]| {
         let bytes = vec![1; shape.iter().product::<usize>() * dtype.size()];

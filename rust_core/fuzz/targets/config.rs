@@ -15,8 +15,8 @@ use super::memory;
 /// of nodes is bounded.
 const MOST_BYTES: usize = 512 << 20;
 
-/// Check that errors have a position, and that Windows line endings change nothing. A store must accept an
-/// accepted schema, and the schema must be unchanged after it is sent to servers.
+/// Check that errors have a position, and that Windows line endings change nothing. A store must accept every
+/// schema that the parser accepts, and the schema must be unchanged after it is sent to servers.
 pub fn check(data: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(data) else { return false };
     let embedding = parsed(text, EmbeddingConfig::parse);
@@ -85,7 +85,7 @@ fn run(schema: Schema) -> Run {
     }
 }
 
-/// Accepted inputs.
+/// Inputs that the target accepts.
 pub fn seeds() -> Vec<Vec<u8>> {
     let texts = [
         "slots_config:\n  age: {dim: 8}\n",

@@ -141,7 +141,7 @@ fn lay(data: &[u8], dir: &Path) {
     fs::write(log.join(number.to_string()), [&segment, rest].concat()).expect("written");
 }
 
-/// Split the input into the bytes that follow a length, and the rest.
+/// Read a length of 16 bits. Returns that many bytes, and the remaining input.
 fn prefixed(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = data.split_first_chunk()?;
     rest.split_at_checked(u16::from_le_bytes(*length).into())

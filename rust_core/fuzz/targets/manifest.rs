@@ -12,8 +12,9 @@ use serde_json::value::RawValue;
 use super::{memory, scratch};
 
 const FILE: &str = "MANIFEST.json";
-/// The end of a manifest: the text before and after its hash.
+/// The text before the hash at the end of a manifest.
 const HASH_KEY: &[u8] = b",\n  \"blake3\": \"";
+/// The text after the hash at the end of a manifest.
 const END: &[u8] = b"\"\n}\n";
 const HASH_DIGITS: usize = 64;
 
@@ -62,7 +63,7 @@ fn text_of(manifest: &Manifest) -> String {
     text.strip_suffix("\n}").expect("an object").to_owned()
 }
 
-/// Accepted inputs.
+/// Inputs that the target accepts.
 pub fn seeds() -> Vec<Vec<u8>> {
     let plain = Head {
         step: 0,

@@ -18,17 +18,17 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-/// A fuzz target. Its corpus has the same name.
+/// A fuzz target. The folder of its corpus has the same name.
 pub struct Target {
     /// The name that `make fuzz T=` accepts.
     pub name: &'static str,
-    /// Checks bytes. Returns whether they are accepted.
+    /// Checks an input. Returns whether it is accepted.
     pub check: fn(&[u8]) -> bool,
-    /// Returns accepted bytes.
+    /// Returns inputs that `check` accepts.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// All targets.
+/// All fuzz targets.
 pub const ALL: [Target; 6] = [
     Target { name: "batch", check: batch::check, seeds: batch::seeds },
     Target { name: "config", check: config::check, seeds: config::seeds },

@@ -14,7 +14,8 @@ const FILE: &str = "shard-003.arrow";
 const SHARD: usize = 3;
 
 const FIXED_BYTES: usize = 1 << 20;
-/// The memory per input byte. A table without rows takes about 50 bytes of JSON, twice in a file.
+/// The memory per input byte. A table without rows takes about 50 bytes of JSON in the file's schema, and
+/// again in its footer.
 const BYTES_PER_BYTE: usize = 16;
 
 thread_local! {
@@ -64,7 +65,7 @@ fn bits_of(table: &TableRows) -> Bits<'_> {
     (name, [*dim, *state_len], ids, last_used, bits(weights), bits(state), admission_counts)
 }
 
-/// Accepted inputs.
+/// Inputs that the target accepts.
 pub fn seeds() -> Vec<Vec<u8>> {
     let ids: Vec<u64> = (0..).filter(|id| shard_of(*id) == SHARD).take(6).collect();
     let table = |name: &str, dim: usize, state_len: usize, rows: usize, counts: usize| TableRows {

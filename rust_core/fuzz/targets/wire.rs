@@ -41,8 +41,9 @@ thread_local! {
     static RUNTIME: Runtime = Builder::new_current_thread().enable_time().build().expect("a runtime");
 }
 
-/// Check that a server also accepts an accepted request, with the same content, after it is encoded again. A
-/// middleware must divide the request such that the servers' parts, and their rows, add up to the whole.
+/// Check that a server that accepts a request also accepts it after it is encoded again, with the same
+/// content. A middleware must divide the request such that the servers' parts, and their rows, add up to the
+/// whole.
 pub fn check(data: &[u8]) -> bool {
     let Some((&how, rest)) = data.split_first() else { return false };
     let (servers, seal) = (SERVERS[usize::from(how >> 1) % SERVERS.len()], how & UNSEALED == 0);

@@ -24,7 +24,7 @@ impl<'a> Bags<'a> {
         self.offsets.map_or(self.indices.len(), |offsets| offsets.len().saturating_sub(1))
     }
 
-    /// The bags of a range of samples. The lengths have been checked.
+    /// The bags of a range of samples. The caller has checked the lengths.
     pub fn of(&self, samples: Range<usize>) -> Self {
         let divisors = self.divisors.map(|divisors| &divisors[samples.clone()]);
         match self.offsets {

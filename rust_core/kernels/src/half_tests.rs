@@ -69,8 +69,8 @@ fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
         if magnitude > largest {
             continue;
         }
-        // Each representable number stays the same. Between two of them, the nearer one is chosen. In the middle,
-        // the even one.
+        // Each representable number stays the same. A number between two of them becomes the nearer one or, in
+        // the middle, the even one.
         assert_eq!(narrowed::<H>(number), bits);
         if magnitude < largest {
             let middle = ((f64::from(number) + f64::from(wide::<H>(bits + 1))) / 2.0) as f32;

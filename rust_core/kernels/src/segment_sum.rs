@@ -166,7 +166,7 @@ impl<'a> Gradients<'a> {
         }
     }
 
-    /// The gradients of the ids in `range`, row by row. The lengths have been checked.
+    /// The gradients of the ids in `range`, row by row. The caller has checked the lengths.
     pub fn rows(&self, range: Range<usize>, dim: usize) -> Cow<'a, [f32]> {
         match self {
             Self::Rows(rows) => Cow::Borrowed(&rows[range.start * dim..range.end * dim]),

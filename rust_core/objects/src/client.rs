@@ -15,7 +15,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::place::Patience;
 
-/// The number of threads of the runtime. They wait for the network and compute the hashes of requests.
+/// The number of threads of the runtime. The threads wait for the network and compute the hashes of requests.
 const THREADS: usize = 2;
 /// The time limit of one request, unless AWS_TIMEOUT sets one. One part in 60 s corresponds to 140 kB/s.
 const REQUEST_TIMEOUT: &str = "60s";
@@ -59,7 +59,8 @@ struct Settings {
 /// The client of a bucket. Clients and their connections are reused as long as their [`Settings`] are the
 /// same.
 pub(crate) fn client(bucket: &str, patience: Patience) -> object_store::Result<Arc<AmazonS3>> {
-    /// The maximum number of clients that are kept. A process normally uses fewer. At the limit, all are dropped.
+    /// The maximum number of clients that are kept. A process normally uses fewer. At the limit, all clients are
+    /// dropped.
     const KEPT: usize = 16;
     static CLIENTS: Mutex<Option<HashMap<Settings, Arc<AmazonS3>>>> = Mutex::new(None);
     let mut environment: Vec<_> = env::vars_os()
@@ -81,7 +82,7 @@ pub(crate) fn client(bucket: &str, patience: Patience) -> object_store::Result<A
 }
 
 fn build(bucket: &str, patience: Patience) -> object_store::Result<AmazonS3> {
-    // An error means that a provider is already installed.
+    // The call fails only if a provider is already installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let key = AmazonS3ConfigKey::Client;
     let mut builder = AmazonS3Builder::from_env()

@@ -68,7 +68,7 @@ fn without_password(url: &str) -> &str {
     url.rsplit_once('@').map_or(url, |(_, address)| address)
 }
 
-/// Parts of the addresses at which credentials are requested if there are none elsewhere.
+/// Parts of the addresses at which credentials are requested if the environment has none.
 const INSTANCE_METADATA: [&str; 3] = ["169.254.169.254", "/latest/api/token", "/latest/meta-data"];
 
 /// What to check if the connection failed; empty for any other cause.

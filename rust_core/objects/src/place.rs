@@ -128,7 +128,7 @@ impl Place {
         Ok(Self { url: url.into(), store, key })
     }
 
-    /// The URL.
+    /// The URL of the place.
     pub fn url(&self) -> &str {
         &self.url
     }
@@ -195,7 +195,7 @@ impl Place {
             Err(error) => return Err(self.error(name, &error)),
         };
         if found.meta.size > most {
-            let what = format!("the object has {} bytes, the limit is {most}", found.meta.size);
+            let what = format!("the object has {} bytes, but the limit is {most}", found.meta.size);
             return Err(Failure::new(self.url_of(name), io::ErrorKind::InvalidData, what));
         }
         let (e_tag, version) = (found.meta.e_tag.clone(), found.meta.version.clone());

@@ -95,7 +95,7 @@ impl Upload {
         {
             return Err(failure(&error));
         }
-        self.parts = None; // complete: nothing to delete
+        self.parts = None; // the upload is complete, so its parts are not deleted
         Ok(())
     }
 

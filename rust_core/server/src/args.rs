@@ -120,7 +120,7 @@ impl MiddlewareArgs {
     /// through NATS.
     ///
     /// # Errors
-    /// `Usage` for a malformed address, for too many, and for an infer job without one.
+    /// `Usage` for a malformed address, for too many addresses, and for an infer job without an address.
     pub fn server_list(&self, global: &GlobalConfig) -> Result<Vec<Endpoint>, Exit> {
         const KEY: &str = "common_config.infer_config.servers";
         let listed = match &global.infer {
@@ -157,7 +157,7 @@ pub fn version() -> &'static str {
 /// The build of this binary.
 pub const BUILD: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
 
-/// Read the arguments and variables of this process. Ends it after `--help` and `--version`.
+/// Read the arguments and variables of this process. Ends the process after `--help` and `--version`.
 ///
 /// # Errors
 /// `Usage`, one line.

@@ -27,8 +27,8 @@ impl LogFormat {
     }
 }
 
-/// Start to log panics, and events of `level` and above or as `PERSIA_LOG` specifies. Each line has `service` and
-/// `replica`.
+/// Start to log panics and events. `level`, the value of LOG_LEVEL, and PERSIA_LOG select the events. Each line has
+/// `service` and `replica`.
 ///
 /// # Errors
 /// `Usage` for a filter that cannot be parsed, such as a target with an unknown level.

@@ -103,7 +103,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_gauge!(
         START,
         metrics::Unit::Seconds,
-        "Time from the start of the process until it served, with the recovery of its rows"
+        "Time from the start of the process until it served, including the recovery of its rows"
     );
     metrics::describe_gauge!(
         INFO,
@@ -164,7 +164,7 @@ impl Timer {
         counter!(REQUESTS_FAILED, "method" => self.method, "code" => format!("{code:?}")).increment(1);
     }
 
-    /// Record that a part of the request failed with `code`. The reply of the request contains this code.
+    /// Record that a part of the request failed with `code`. The reply of the request describes the failure.
     pub(crate) fn end_partly_failed(mut self, code: Code) {
         self.ended = true;
         self.count_failure(code);

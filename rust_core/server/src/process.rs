@@ -31,13 +31,14 @@ use crate::{allocator, logs, metrics, probe, watchdog};
 
 /// The default port for metrics.
 const METRICS_PORT: u16 = 9464;
-/// The time after the start for which NATS may refuse the token. NATS may not have read the current token yet.
+/// The time for which NATS may refuse the token before the first connection. NATS may not have read the current token
+/// yet.
 const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval at which the values of histograms are aggregated. Without this, memory grows if no metrics
 /// are read.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The state of both kinds of process before they serve.
+/// The state of a server or middleware before it serves.
 pub struct Process {
     /// The common flags.
     pub args: CommonArgs,

@@ -22,7 +22,7 @@ pub fn start() -> std::io::Result<()> {
         watch(&seen, TICK, MAX_STALLED_TICKS);
         tracing::error!(
             "the event loop made no progress for {MAX_STALLED_TICKS} s: ending with exit code {}; if this \
-             happens again, attach a debugger before that time has passed, to see where the process hangs",
+             happens again, attach a debugger before the process ends, to see where it hangs",
             exit::WATCHDOG
         );
         std::process::exit(exit::WATCHDOG);

@@ -135,8 +135,8 @@ fn in_range(name: &str, value: f32, low: f32, high: f32) -> Result<(), TablesErr
     bad(format!("{name} is {value:?}; it must be from {low:?} to {high:?}"))
 }
 
-/// Check the settings of a table. The schema need not come from a configuration file, which is checked when
-/// it is parsed.
+/// Check the settings of a table. Configuration files are checked when they are parsed, but a schema may come
+/// from another source.
 fn check_settings(table: &Table) -> Result<(), TablesError> {
     let of_table = |error| match error {
         TablesError::BadRun { what } => TablesError::BadRun { what: format!("table {}: {what}", table.name) },
@@ -253,7 +253,7 @@ fn difference(held: &Schema, asked: &Schema) -> String {
         return format!("slot {} has {}", own.name, differences.join("; "));
     }
     format!(
-        "the number of configured tables is {}, and of slots {}; in the run, they are {} and {}",
+        "the number of configured tables is {} and that of slots is {}, but in the run they are {} and {}",
         held.tables.len(),
         held.slots.len(),
         asked.tables.len(),

@@ -1,5 +1,5 @@
-//! Makes each file system call fail, either once or from then on, and tests that an error is returned and that the
-//! disk has either the complete old checkpoint or the complete new one.
+//! Makes each file system call fail, either once or from then on. Each test checks that an error is returned, and
+//! that the disk has either the complete old checkpoint or the complete new one.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -38,7 +38,8 @@ fn eviction_never_overwrites_or_returns_another_row() {
 #[test]
 fn a_missing_id_never_shifts_a_neighbour() {
     let ids: Vec<Id> = (0..1_000).collect();
-    // With the token of the look-up, row indices are cached. With another token, they are searched.
+    // A push with the token of its look-up uses cached row indices. A push with another token searches for
+    // its rows.
     for seq in [1, 2] {
         let store = store_of(&Run { admit_probability: 0.5, ..tagged(&[3]) }, 1 << 20);
         let (found, rows) = train(&store, 1, 0, &ids);

@@ -83,7 +83,8 @@ fn mapped(store: &Store, dir: &Path, format: RowFormat) -> (MappedTables, Vec<u6
     (MappedTables::new(schema(), tables).unwrap(), written)
 }
 
-/// Look up ids of one table, by id or by sample. The samples use the ids in another order, some of them twice.
+/// Look up ids of one table, by id or by sample. Each id is used by two samples, and the samples are not in
+/// the order of the ids.
 fn read(tables: &dyn Tables, table: usize, ids: &ShardedIds, by_sample: bool) -> (LookupReport, Vec<f32>) {
     let samples = 2 * ids.len() as u32;
     let offsets: Vec<u32> = (0..=ids.len() as u32).map(|at| 2 * at).collect();

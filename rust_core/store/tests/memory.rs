@@ -56,7 +56,8 @@ fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_
     }
     let resident = resident_bytes() - before.1;
     let counted = store.stats().unwrap().memory_bytes - before.0;
-    // The rest is buffers of the request and memory that the allocator keeps.
+    // Resident memory that is not counted consists of buffers of the request and memory that the allocator
+    // keeps.
     assert!(resident < counted + (48 << 20), "{resident} bytes resident, {counted} counted");
     store.clear().unwrap();
     assert!(store.stats().unwrap().memory_bytes <= before.0);

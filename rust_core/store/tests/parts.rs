@@ -10,7 +10,7 @@ use persia_types::{Id, Initializer, Mode, Optimizer, Tables, TablesError, server
 use sample::{all_rows, grouped, push, read, run, store_of, token, train, try_lookup, try_push};
 
 const DIMS: [usize; 2] = [4, 7];
-const CAPACITY: u64 = 256 * 6; // rows are evicted
+const CAPACITY: u64 = 256 * 6; // so few that rows are evicted
 const SERVERS: usize = 3;
 
 fn settings() -> Run {

@@ -1,5 +1,6 @@
-//! Simulates a power cut at every file system call. Data that was not synced is lost in the worst ways, with and
-//! without ordered metadata. Either the complete old checkpoint or the complete new one must remain.
+//! Simulates a power cut at every file system call. The content of files that were not synced is missing, cut in
+//! half or zeroed. The names are those at the last sync of each directory, or those after all changes. Either
+//! the complete old checkpoint or the complete new one must remain.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -136,7 +137,8 @@ fn develop(
     }
 }
 
-/// Call `check` for every state that the disk may have after a power cut, with the number of calls before it.
+/// Call `check` for every state that the disk may have after a power cut, with the number of calls before it
+/// and whether it is the state after the last call.
 fn cuts(film: &Film, check: impl Fn(&Path, usize, bool)) {
     let last = film.pictures.len() - 1;
     for (at, (durable, shown)) in film.pictures.iter().enumerate() {

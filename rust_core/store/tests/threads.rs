@@ -49,7 +49,7 @@ fn store_of(threads: usize, capacity: u64) -> Store {
     store
 }
 
-/// The ids of a step, of which every eighth occurs twice, and the samples that use each id.
+/// The ids of a step, of which every seventh occurs twice, and the samples that use each id.
 fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     let of_samples: Vec<Id> =
         (0..SAMPLES as u64).map(|sample| (sample - sample % 8 / 7) * 31 + step % 3 * 9_000).collect();
@@ -69,7 +69,7 @@ fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     (ids, starts, samples)
 }
 
-/// A gradient. A few are NaN and therefore not applied.
+/// The gradient at a position and step. A few gradients are NaN and therefore not applied.
 fn gradient(place: usize, step: u64) -> f32 {
     match (place as u64 * 7_919 + step * 104_729) % 100_003 {
         0 => f32::NAN,

@@ -88,9 +88,9 @@ fn halved_counts_are_counted_as_they_are_now() {
     let store = store_of(&Run { admit_min_count: 9, ..run(&[4]) }, 256);
     let ids = ids_of_shard(5, 1_030);
     for step in 1..=3 {
-        push(&store, step, 0, &ids[..1_000], 1.0); // 3 pushes each
+        push(&store, step, 0, &ids[..1_000], 1.0); // each id is pushed 3 times
     }
-    push(&store, 4, 0, &ids[1_000..], 1.0); // the 25th push halves all counts, which drops the 24 ids before it
+    push(&store, 4, 0, &ids[1_000..], 1.0); // the 25th id halves all counts and so drops the 24 before it
     let [table] = tables(&store).try_into().unwrap();
     let counts = store.export_shard(5).tables.remove(0).admission_counts;
     assert_eq!(table.waiting, counts.len() as u64);

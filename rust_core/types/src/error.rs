@@ -39,7 +39,7 @@ pub enum TablesError {
         what: String,
     },
     /// The request has more ids than [`crate::limits::MAX_IDS_PER_REQUEST`].
-    #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
+    #[error("the request has {ids} unique ids, but the limit is {max}; use smaller batches")]
     TooManyIds {
         /// The number of unique ids in the request.
         ids: usize,

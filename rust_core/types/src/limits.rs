@@ -15,7 +15,7 @@ pub const MAX_RANKS: u32 = 4096;
 /// The maximum size of the data in one chunk of a stream, in bytes.
 pub const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// The maximum size of the rows or gradients of one request or reply, as f32, in bytes. It is also the
-/// maximum size of its samples with their lists.
+/// maximum size of the samples of one request, with their lists.
 pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
 /// The maximum memory for requests in flight over all connections, in bytes. On a server, it limits all data of the
 /// requests. On a middleware, it limits their samples.
@@ -48,6 +48,6 @@ pub const MAX_GRADIENT_EXPONENT: i32 = 50;
 pub const MAX_GRADIENT: f32 = (1u64 << MAX_GRADIENT_EXPONENT) as f32;
 /// The maximum mean of the Poisson initializer, which draws about that many random numbers for each weight.
 pub const MAX_POISSON_MEAN: f32 = 500.0;
-/// The range to which a shard's limit on ids with admission counts is clamped. The limit is twice the shard's budget
-/// of rows.
+/// The range of the limit on ids with admission counts in one shard. The limit is twice the shard's budget of rows,
+/// clamped to this range.
 pub const COUNTED_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

@@ -65,9 +65,10 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The divisor of each sample's sum, at least 1: its number of ids for a mean, the square root of its
-    /// number of rows (ids × rounds of a hash stack) for sqrt scaling, or the product for both. None if the
-    /// slot has neither, or if every sample has one row (`offsets` is None).
+    /// The divisor of each sample's sum, at least 1. For a mean, it is the sample's number of ids. For sqrt
+    /// scaling, it is the square root of the sample's number of rows, which is its number of ids times the
+    /// rounds of the hash stack. For both, it is the product. None if the slot has neither, or if every sample
+    /// has one row (`offsets` is None).
     ///
     /// `offsets` are the offsets of the samples after ids have been replaced by buckets.
     pub fn divisors<'a>(
@@ -155,8 +156,8 @@ pub enum Rounding {
     Stochastic,
 }
 
-/// The rule that decides whether a missing id gets a row. It gets one at a push that meets both conditions; until
-/// then, the id reads as zeros.
+/// The rule that decides whether a push of a missing id gives the id a row. The push must meet both conditions. An id
+/// without a row reads as zeros, except in the training look-up of the step whose push inserts the row.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {

@@ -81,7 +81,7 @@ impl std::ops::AddAssign<&Self> for TableStats {
 pub struct ServedCheckpoint {
     /// The name of the infer job.
     pub job: String,
-    /// The directory of the checkpoint on the server.
+    /// The directory of the checkpoint on the server, or its URL.
     pub path: String,
     /// The last step that the checkpoint contains.
     pub step: u64,

@@ -43,7 +43,7 @@ pub struct Run {
     pub optimizer: Option<Optimizer>,
     /// The initializer of new rows.
     pub initializer: Initializer,
-    /// The fraction of missing ids that get a row, in `0..=1`. The draw is a hash of (seed, id, step).
+    /// The probability that a push gives a missing id a row, in `0..=1`. The draw is a hash of (seed, id, step).
     pub admit_probability: f32,
     /// The number of pushes of an id that are required before it gets a row, at least 1. See [`Admission`].
     #[serde(default = "one")]

@@ -89,7 +89,7 @@ fn failure_of(status: &Status) -> Option<Failure> {
     if details.is_empty() { None } else { Failure::decode(details).ok() }
 }
 
-/// The messages of the status and of its causes. If there are none, it is the description of the code.
+/// The messages of the status and of its causes or, if there are none, the description of the code.
 pub fn describe(status: &Status) -> String {
     let mut text = status.message().to_owned();
     add_causes(&mut text, status.source());

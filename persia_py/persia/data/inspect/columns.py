@@ -26,7 +26,7 @@ PATTERNS = {
     "timestamp": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?$",
 }
 """The pattern that all texts of a column must match before a type is declared. ``007`` is not a number."""
-_TIMES = ("date", "timestamp")  # a text may match and still be no date, such as 2024-02-31
+_TIMES = ("date", "timestamp")  # types whose pattern also matches invalid texts, such as 2024-02-31
 DECLARED: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "float64": pa.float64(),

@@ -64,6 +64,6 @@ def flow(value: Any) -> str:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t") + '"'
     if isinstance(value, float) and value == int(value) and abs(value) < 1e15:
         return f"{value:.1f}"
-    # PyYAML would read 1e-6 as a string.
+    # PyYAML reads 1e-6 as a string, and 1.0e-6 as a number.
     text = repr(value) if isinstance(value, float) else str(yaml.safe_dump(value)).split("\n")[0]
     return re.sub(r"^(-?\d+)e", r"\1.0e", text)

@@ -24,7 +24,7 @@ FEW = 256
 ORDERED = 10
 """From this number of distinct codes on, their order is used too, because they may be amounts."""
 MANY = 1_000_000
-"""If a column has more ids than this, only ids that occur twice get rows."""
+"""If a column has more ids than this, only ids that occur in at least two batches get rows."""
 INTERVALS = 64
 """The number of intervals into which numbers are divided."""
 NEAR_UNIQUE = 0.95

@@ -74,7 +74,7 @@ class Files:
     """Files of one format with the same columns.
 
     Attributes:
-        paths: The files, in the order of the arguments; those of one folder or glob are sorted by name.
+        paths: The files, in the order of the arguments; those of one folder or glob are sorted by path.
         format: One of :data:`FORMATS`.
         schema: The columns that are read, in the order of the first file; hive partitions are columns too.
         unreadable: With ``lenient``: for each column, the number of values so far that were not of its type.

@@ -95,7 +95,7 @@ class RecordReader:
         return {**self._position, "of": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch before the position in ``state``.
+        """Continue at the position in ``state``, a result of :meth:`state_dict`.
 
         Raises:
             DataError: The position belongs to other files, or to a reader with other arguments.
@@ -117,8 +117,8 @@ class RecordReader:
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches after the position, to the end of the last epoch.
 
-        The next iteration starts at the beginning. A reader that loads the position after the last batch yields
-        nothing.
+        After an iteration to the end, the next one starts at the beginning. A reader that loads the position after the
+        last batch yields nothing.
         """
         if self._finished:
             self._position, self._finished = dict.fromkeys(self._position, 0), False
@@ -210,8 +210,8 @@ def _difference(name: str, then: object, now: object) -> str:
     if name == "files":  # the values are digests
         return "files: the names or sizes differ"
     if not (isinstance(then, list) and isinstance(now, list) and name == "columns"):
-        return f"{name}: {then!r} then, {now!r} now"
+        return f"{name}: {then!r} in the checkpoint, {now!r} now"
     gone, new = [each for each in then if each not in now], [each for each in now if each not in then]
     if not gone and not new:
         return f"{name}: in another order"
-    return f"{name}: only then {listed(gone)}, only now {listed(new)}"
+    return f"{name}: only in the checkpoint: {listed(gone)}, only now: {listed(new)}"

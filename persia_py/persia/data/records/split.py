@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.int8]
 class Split(Protocol):
     """A rule that assigns one part to every row.
 
-    The part depends only on the row and its position, so parts never overlap.
+    The part depends only on the row, its file and its row number, so parts never overlap.
     """
 
     @property
@@ -52,7 +52,7 @@ class Split(Protocol):
 class HashSplit:
     """Divides rows by a hash: of the values of a column, or of the file name and the row number.
 
-    The part of a row does not depend on the other files, on their order, or on their folder.
+    The part of a row does not depend on other files, on the order of files, or on folders other than ``key=value``.
 
     Attributes:
         fractions: The shares of train, valid and test; their sum is 1.

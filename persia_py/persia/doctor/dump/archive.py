@@ -99,7 +99,7 @@ class Archive:
             return otherwise
 
     def add(self, name: str, text: str, *, strict: bool = False) -> str:
-        """Add a text, and return it redacted. If it is too large, its start is removed."""
+        """Add a text, and return it redacted. A large text loses its start; a full archive skips the text."""
         room = min(FILE, MOST - (0 if name in (SUMMARY, MANIFEST) else _RESERVED) - self.size)
         if room < _LEAST:
             self.skip(name, f"the archive is full: it has at most {MOST >> 20} MiB")
@@ -110,7 +110,8 @@ class Archive:
         kept = whole[-room:]
         if dropped or len(kept) < len(whole):  # continue at the start of a line
             kept = kept[kept.find(b"\n") + 1 :]
-        self.entries[name] = Entry(kept, self.redactor.count - before, dropped + len(whole) - len(kept))
+        cut = len(text[:dropped].encode(errors="replace")) + len(whole) - len(kept)
+        self.entries[name] = Entry(kept, self.redactor.count - before, cut)
         return kept.decode(errors="replace")
 
     def add_raw(self, name: str, content: bytes) -> None:

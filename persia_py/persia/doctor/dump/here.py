@@ -73,8 +73,8 @@ def collect(archive: Archive, facts: Facts, folder: Path | None) -> None:
 def without_container_paths(archive: Archive) -> Iterator[dict[str, str]]:
     """Ignore the variables whose configuration files exist only in the containers, and note this in the archive.
 
-    The archive already has the files from the containers. Any other missing file remains an error. The block gets the
-    ignored variables.
+    The archive already has the files from the containers. If the containers could not be queried, the variables of all
+    missing files are ignored. Otherwise any other missing file remains an error. The block gets the ignored variables.
     """
     named = {CONFIG: "persia.yml", EMBEDDING_CONFIG: "embedding_config.yml", GLOBAL_CONFIG: "global_config.yml"}
     given = {name: os.environ.get(name, "") for name in named}
@@ -261,7 +261,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def of_logs(archive: Archive, facts: Facts, sources: list[Source]) -> None:
-    """Add the last lines of each log, and read all of them for the summary."""
+    """Add the last lines of each log, and collect facts from these lines for the summary."""
     kept = []
     for each in sources:
         name, lines = f"logs/{each.name}.log", deque[str](maxlen=LINES)

@@ -91,7 +91,7 @@ class Redactor:
             self.learn(each)
 
     def learn(self, secret: str) -> None:
-        """Replace this text in all texts that are redacted from now on. A very short secret is not recorded."""
+        """Replace this text in all texts that are redacted later. A very short or very long secret is not recorded."""
         text = secret.strip()
         if text.lower() in _PLAIN or len(text) > _MOST:
             return
@@ -111,8 +111,8 @@ class Redactor:
                 self.learn(password)
 
     def learn_config(self, text: str) -> None:
-        """Record the values of secrets in a YAML configuration. An invalid one is read line by line."""
-        with contextlib.suppress(yaml.YAMLError, RecursionError, ValueError):  # the lines are still read
+        """Record the values of secrets in a YAML configuration, also if the YAML is invalid."""
+        with contextlib.suppress(yaml.YAMLError, RecursionError, ValueError):  # invalid YAML is still read line by line
             for value in _below_secrets(text):
                 if len(value) >= _LEAST_LEARNT and not _is_file(value):
                     self.learn(value)
@@ -155,7 +155,7 @@ class Redactor:
         if "://" in text:
             text = _URL.sub(self._url, text)
         small = text.lower()
-        # Most texts contain no such name, and this check is several times faster than the patterns.
+        # Most texts contain no name of a secret, and this check is several times faster than the patterns.
         if not any(hint in small for hint in _HINTS):
             return text
         if strict:
@@ -243,7 +243,7 @@ class Redactor:
     def _hides(self, name: str, value: str) -> bool:
         is_batch = _PUSH_TOKEN.fullmatch(value) is not None
         is_folder = name == "PWD" and value.startswith("/")
-        is_named = is_secret(name) or name == "PWD"  # matches the end of SMTP_PWD too
+        is_named = is_secret(name) or name == "PWD"  # PWD may be the end of a secret's name, such as SMTP_PWD
         return is_named and not is_folder and not is_batch and value.lower() not in _PLAIN
 
 

@@ -17,7 +17,10 @@ from persia.trainer.exporting.export import Trained
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Parts
 
-_OTHER_FILE = "specify the file of its run: --transform RUN/transform.json, or leave out --transform to fit again"
+_OTHER_FILE = (
+    "specify the transform of the checkpoint's run: --transform RUN/transform.json, or leave out --transform to fit "
+    "the features again"
+)
 
 
 @contextlib.contextmanager
@@ -73,5 +76,5 @@ def _check_digest(checkpoint: Path, transform: Transform) -> None:
         raise CheckpointError(
             f"{checkpoint}: the checkpoint was trained with the transform {trained['digest']}, but the current "
             f"transform is {transform.digest}: ids, floats or labels would differ",
-            hint="specify the file of its run: --transform RUN/transform.json",
+            hint="specify the transform of the checkpoint's run: --transform RUN/transform.json",
         )

@@ -54,8 +54,8 @@ impl Engine {
         engine.ok_or_else(|| not_begun(py))
     }
 
-    /// Begin `run` with a generation above its own and above all known ones. Unless the run is fresh, it continues
-    /// with the rows of the engine's generation.
+    /// Begin `run` with a generation above `run.generation` and above all known generations. Unless the run is fresh,
+    /// it continues with the rows of the engine's generation.
     pub(super) fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
         run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
         run.continues = if run.fresh { 0 } else { self.generation() };

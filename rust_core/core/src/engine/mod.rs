@@ -42,7 +42,7 @@ pub(crate) struct Engine {
     open: Mutex<Weak<OpenPipeline>>,
     /// The format of gradients on the wire.
     wire: Dtype,
-    /// The device that pools; None means the CPU.
+    /// The device that pools rows and sums gradients; None means the CPU.
     device: Mutex<Option<Arc<dyn Device>>>,
     /// The checkpoint of an infer job; None for any other job.
     served: Option<ServedCheckpoint>,

@@ -94,7 +94,7 @@ impl SimdLoop for Widen<'_> {
     }
 }
 
-/// The bytes of the numbers in their storage type.
+/// The bytes that encode `values` in this storage type.
 pub(crate) fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
     if dtype == Dtype::F32 {
         return values.iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -104,7 +104,7 @@ pub(crate) fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
     halves.iter().flat_map(|half| half.to_le_bytes()).collect()
 }
 
-/// The numbers of bytes in their storage type.
+/// The numbers that `bytes` encode in this storage type.
 pub(crate) fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     if dtype == Dtype::F32 {
         return bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();

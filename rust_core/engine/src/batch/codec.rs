@@ -175,7 +175,7 @@ impl<'a> Reader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], Error> {
         let rest = &self.bytes[self.at..];
         if count > rest.len() {
-            return self.bad(format!("it is cut short: found {} of {count} announced bytes", rest.len()));
+            return self.bad(format!("it ends too early: expected {count} more bytes, found {}", rest.len()));
         }
         self.at += count;
         Ok(&rest[..count])

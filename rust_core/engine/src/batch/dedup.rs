@@ -27,7 +27,8 @@ struct Occurrence {
     sample: u32,
 }
 
-/// One bucket of the hash table. It is valid only in its generation, so that the table need not be cleared.
+/// One bucket of the hash table. It counts as empty unless its `generation` is the deduplicator's, so the
+/// table need not be cleared.
 #[derive(Clone, Copy, Default)]
 struct Bucket {
     id: Id,
@@ -263,7 +264,7 @@ mod tests {
                 unique.push(id);
             }
         }
-        unique.sort_by_key(|id| shard_of(*id)); // stable: first occurrence stays first
+        unique.sort_by_key(|id| shard_of(*id)); // a stable sort, which keeps the order of first occurrences
         let numbers: HashMap<Id, usize> = unique.iter().enumerate().map(|(n, id)| (*id, n)).collect();
         let inverse: Vec<u32> = ids.iter().map(|id| numbers[id] as u32).collect();
         let mut samples = vec![Vec::new(); unique.len()];

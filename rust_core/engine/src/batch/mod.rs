@@ -81,7 +81,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Number of samples.
+    /// The number of samples.
     pub fn batch_size(&self) -> usize {
         self.batch_size
     }

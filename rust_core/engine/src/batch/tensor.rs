@@ -20,9 +20,9 @@ pub enum Dtype {
     I64 = 4,
     /// Unsigned 8 bits.
     U8 = 5,
-    /// IEEE single.
+    /// IEEE 754 single precision.
     F32 = 6,
-    /// IEEE double.
+    /// IEEE 754 double precision.
     F64 = 7,
 }
 

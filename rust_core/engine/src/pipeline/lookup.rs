@@ -91,7 +91,7 @@ fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     match looked {
         Ok(looked) => hand_over(scheduler, queue, step, batch, plan, before, looked),
         Err(error) => {
-            scheduler.fail(error); // the step stays in the window, so that no later look-up starts
+            scheduler.fail(error); // the step never leaves the window
             false
         }
     }

@@ -84,8 +84,8 @@ fn report(token: Token, started: Instant, result: &Result<Backward, Error>) {
 struct Overflows(u64);
 
 impl Overflows {
-    /// Log the first step with skipped rows, and again each time the number of these steps has doubled. In
-    /// the worst case, rows are skipped at every step.
+    /// Log the first step with skipped rows, and again each time the number of these steps has doubled. Not
+    /// every such step is logged, because rows may be skipped at every step.
     fn log(&mut self, context: &Context, step: u64, report: &PushReport) {
         let Some((table, id)) = report.first_nonfinite else { return };
         self.0 += 1;

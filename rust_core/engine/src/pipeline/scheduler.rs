@@ -84,7 +84,7 @@ pub(crate) enum WorkerState {
     Idle,
     /// The thread has a batch and plans its look-up.
     Planning,
-    /// The thread has a batch and waits for space in the staleness window.
+    /// The thread has a batch and waits for space in the staleness window, or for [`crate::Engine::resume`].
     AwaitingWindow,
     LookingUp(u64),
 }
@@ -209,6 +209,6 @@ impl State {
 
 /// The deadline of a wait that may take as long as `timeout`.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
-    const LONGEST: Duration = Duration::from_secs(24 * 3600); // an Instant may overflow; callers can repeat the wait
+    const LONGEST: Duration = Duration::from_secs(24 * 3600); // a longer one could overflow; callers can wait again
     Instant::now() + timeout.min(LONGEST)
 }

@@ -9,22 +9,22 @@ pub enum Wait {
     Batch,
     /// The look-up of a step.
     Lookup {
-        /// The step.
+        /// The step that is looked up.
         step: u64,
     },
     /// The acknowledgement of a step's push.
     Push {
-        /// The step.
+        /// The step whose gradients are pushed.
         step: u64,
     },
     /// The caller, which must push or drop the ticket of this step.
     Gradients {
-        /// The step.
+        /// The step whose gradients are missing.
         step: u64,
     },
     /// The caller, which must call `next` for this step. Its look-up is complete.
     Taking {
-        /// The step.
+        /// The step that was looked up.
         step: u64,
     },
 }

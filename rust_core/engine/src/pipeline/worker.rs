@@ -32,8 +32,8 @@ pub(super) fn spawn(
         .map_err(|source| Error::Spawn { worker, source: source.into() })
 }
 
-/// Wait for the end of a worker, unless this thread *is* the worker. This can happen, because a gradient's
-/// destructor may drop the engine.
+/// Wait for the end of a worker, unless this thread *is* the worker. The worker can be this thread, because a
+/// gradient's destructor may drop the engine.
 pub(super) fn join(worker: Option<JoinHandle<()>>) {
     if let Some(worker) = worker
         && worker.thread().id() != std::thread::current().id()

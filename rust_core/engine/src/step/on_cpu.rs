@@ -76,8 +76,8 @@ fn pool(
 /// Push gradients. Features without a gradient are skipped, because a zero gradient would still decay weights
 /// and moments. A table is skipped if none of its features has a gradient.
 ///
-/// The tables sum the gradients of an id while they update its row. Only the gradients of tables that several
-/// features share are summed here.
+/// The tables sum the gradients of an id while they update its row. This function sums only the gradients of
+/// tables that several features share.
 pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),

@@ -73,8 +73,8 @@ fn work<'a>(
     }
 }
 
-/// Push the gradients that the device has summed. For a table that the tables pooled, these are the gradients of
-/// samples.
+/// Push the gradients that the device has summed. For a table whose look-up returned pooled samples, these are
+/// the gradients of the samples.
 pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),

@@ -49,7 +49,8 @@ enum Answer {
     Rows,
     /// For each sample, the row of its only id. A device takes rows of unique ids instead.
     Gathered,
-    /// Samples that the [tables](persia_types::Tables::pools), that is, a middleware, have pooled.
+    /// The vectors of samples, which the [tables](persia_types::Tables::pools) have pooled, as a middleware
+    /// does.
     Pooled,
 }
 
@@ -154,8 +155,8 @@ impl Plan {
         &self.tables
     }
 
-    /// The tables of these features. A look-up of the result always returns rows of unique ids, because the
-    /// place of pooling is not decided here.
+    /// The tables of these features. A look-up of the result always returns rows of unique ids, because this
+    /// function does not decide where rows are pooled.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,

@@ -57,7 +57,7 @@ fn divisor(slot: &Slot, ids: usize) -> f32 {
     mean * if slot.sqrt_scaling { ((ids * rounds).max(1) as f32).sqrt() } else { 1.0 }
 }
 
-/// A different weight for every row.
+/// A weight that depends on the table, the id and the column.
 fn weight(table: usize, id: Id, column: usize) -> f32 {
     ((id * 7 + column as u64 * 3 + table as u64) % 23) as f32 * 0.37 - 4.0
 }

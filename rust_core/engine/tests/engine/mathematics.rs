@@ -44,7 +44,7 @@ fn divisor(schema: &Schema, slot: usize, ids: usize) -> f32 {
     mean * if slot.sqrt_scaling { n.sqrt() } else { 1.0 }
 }
 
-/// A different weight for every row.
+/// A weight that depends on the table, the id and the column.
 fn weight(table: usize, id: u64, column: usize) -> f32 {
     ((id * 7 + column as u64 * 3 + table as u64) % 23) as f32 * 0.37 - 4.0
 }
@@ -201,7 +201,7 @@ fn pushed_gradients_equal_finite_differences() {
     for table in 0..3 {
         for (id, after) in tables.weights(table) {
             for (column, after) in after.iter().enumerate() {
-                let pushed = f64::from(before[table][&id][column] - after); // lr = 1
+                let pushed = f64::from(before[table][&id][column] - after); // the learning rate is 1
                 let expected = differences[table][&id][column];
                 assert!((pushed - expected).abs() < 2e-2, "{table} {id} {column}: {pushed} {expected}");
             }

@@ -139,7 +139,7 @@ fn closing_early_empties_the_window_and_the_next_pipeline_works() {
             feed(&pipeline, batch(&[step], true));
         }
         kept.push(ready(&pipeline));
-        drop(pipeline); // while it has batches that were fed or looked up but not taken
+        drop(pipeline); // it still has batches that were fed or looked up but not taken
         push(kept.pop().unwrap(), 1.0); // a ticket outlives its pipeline
     }
     assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
@@ -249,7 +249,7 @@ fn a_pipeline_keeps_its_engine_alive() {
     let pipeline = engine(tables.clone(), &one_slot(), with_staleness(1)).pipeline().unwrap();
     feed(&pipeline, batch(&[3], true));
     push(ready(&pipeline), 2.0);
-    feed(&pipeline, batch(&[3], true)); // K = 1: served after the first push
+    feed(&pipeline, batch(&[3], true)); // with K = 1, this is looked up after the first push
     let looked = ready(&pipeline);
     assert_eq!(looked.outputs[0].as_ref(), [-2.0; 2]);
     drop(pipeline);

@@ -17,7 +17,7 @@ use persia_types::token::{JobId, SeenTokens};
 #[derive(Default, Clone)]
 struct Row {
     weights: Vec<f32>,
-    /// The momentum; empty without momentum.
+    /// The velocity of each weight; empty if the optimizer has no momentum.
     state: Vec<f32>,
 }
 
@@ -106,7 +106,7 @@ fn new_row(run: &Run, table: usize, id: Id) -> Row {
         match run.initializer {
             Initializer::Zero => 0.0,
             Initializer::Uniform { low, high } => low + (high - low) * (mixed + 1.0) / 2.0,
-            Initializer::Normal { mean, std } => mean + std * mixed, // accurate enough for a reference
+            Initializer::Normal { mean, std } => mean + std * mixed, // uniform, which is enough for these tests
             other => panic!("the plain model does not know {other:?}"),
         }
     };

@@ -124,7 +124,7 @@ fn batches_that_do_not_train_need_no_room() {
     feed(&training, batch(&[1], true));
     push(ready(&training), 1.0);
     tables.wait_for_push(1);
-    let evaluation = engine.pipeline().unwrap(); // while the step of `training` is in the window
+    let evaluation = engine.pipeline().unwrap(); // the step of `training` is in the window
     for _ in 0..5 {
         feed(&evaluation, batch(&[1, 2], false));
     }

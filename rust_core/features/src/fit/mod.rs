@@ -117,7 +117,7 @@ impl Fitter {
             let known = *self.values.entry(name.clone()).or_insert(*values);
             if known != *values {
                 let message =
-                    "found integers in one part of the data, strings in another: cast the column to one type";
+                    "found integers and strings in different parts of the data: cast the column to one type";
                 mistakes.push(Mistake { feature: name.clone(), line: 0, row: None, message: message.into() });
             }
         }
@@ -246,7 +246,8 @@ impl FitColumn {
             fitted.clip = Some((*found.first()?, *found.get(1)?));
         }
         let scaled = match fitted.clip {
-            // The clip is known only now, so its effect is approximated from the counts.
+            // The clip is computed after all rows are read, so the numbers after the clip are approximated
+            // from the histogram.
             Some(clip) => {
                 let mut moments = Moments::default();
                 for (value, count) in self.histogram.counts() {

@@ -2,7 +2,7 @@
 
 use crate::rules::time::Moment;
 
-/// One value.
+/// One value of a column.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Cell<'a> {
     /// The column, or the key of a record, does not exist.

@@ -47,8 +47,8 @@ fn class(data_type: &DataType) -> Class {
 /// Returns the type of the values of a feature's ids, if it is declared or fitted.
 pub(crate) type ValuesOf<'a> = &'a dyn Fn(&str) -> Option<ValueType>;
 
-/// The type of the values that become a feature's ids, according to this schema; None if the feature has no
-/// ids, the column is missing, all values are null, or no value can become an id.
+/// The type of the values that become a feature's ids, according to this schema. Returns None if the feature
+/// has no ids, the column is missing, all values are null, or no value can become an id.
 pub(crate) fn values_of(rule: &Rule, schema: &Schema) -> Option<ValueType> {
     let column = id_column(rule)?;
     let found = class(schema.field_with_name(&column.column).ok()?.data_type());

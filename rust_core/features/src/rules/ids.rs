@@ -77,7 +77,7 @@ impl IdRule {
         }
     }
 
-    /// The id of a value that is not unusual; None for an unusual value.
+    /// The id of a usual value; None for an unusual value.
     #[inline]
     fn usual(&self, cell: Cell<'_>, scratch: &mut Vec<u8>) -> Option<u64> {
         match (cell, self.values) {

@@ -135,12 +135,12 @@ impl Transform {
         &self.digest
     }
 
-    /// The declarations.
+    /// The declarations of the features and labels.
     pub fn features(&self) -> &Features {
         &self.features
     }
 
-    /// The fitted values.
+    /// The fitted values of the features.
     pub fn fitted(&self) -> &Fitted {
         &self.fitted
     }

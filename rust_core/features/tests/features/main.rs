@@ -13,7 +13,7 @@ use std::sync::Arc;
 use arrow_array::{ArrayRef, RecordBatch};
 use persia_features::{DataErrors, Features, Fitter, Options, Records, Samples, Transform};
 
-/// The features of a block, and a label of the column `y`.
+/// Parse a block of features. The label is the column `y`.
 fn features(block: &str) -> Features {
     let text = format!("features: {{{block}}}\nlabels: {{y: {{}}}}");
     Features::parse(&text, "persia.yml").unwrap().config

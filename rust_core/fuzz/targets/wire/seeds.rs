@@ -11,7 +11,7 @@ use prost::Message;
 
 use super::PUSH;
 
-/// Accepted inputs.
+/// Inputs that the target accepts.
 pub fn seeds() -> Vec<Vec<u8>> {
     let ids = ShardedIds::group(&[1, 2, 3, 900, u64::MAX]).expect("some ids");
     let half = RowFormat { dim: 3, dtype: Dtype::F16 };

@@ -177,7 +177,7 @@ mod x86 {
         }
     }
 
-    /// The rest of a fold, when eight lanes are left.
+    /// Complete a fold of which eight lanes are left.
     ///
     /// # Safety
     /// The processor must support AVX2.

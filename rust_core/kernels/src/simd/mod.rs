@@ -1,5 +1,5 @@
 //! Compiles loops for several instruction sets: three on x86-64, of which one is chosen at run time, and one
-//! on other architectures. Also prefetches memory.
+//! on other architectures. This module also prefetches memory.
 //!
 //! Whole loops are compiled this way, because a call per row costs more than it saves. A loop is ordinary code over
 //! blocks of [`LANES`] floats, which is the same for all sets except for the operations of [`Lanes`].

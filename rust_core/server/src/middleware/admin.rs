@@ -131,8 +131,11 @@ impl MiddlewareService {
         Ok(proto::RestoreReply {})
     }
 
-    /// Return the statistics of the servers that respond. It is an error if a server refuses the credentials, is
-    /// recovering, or has another index than its position in the list.
+    /// Return the statistics of the servers that respond.
+    ///
+    /// # Errors
+    /// A server refuses the credentials, or is recovering. A listed server is configured with an index that is not its
+    /// position in the list, or with another number of servers.
     pub(super) async fn serve_stats(
         &self,
         request: Request<proto::StatsRequest>,

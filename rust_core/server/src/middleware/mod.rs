@@ -1,13 +1,13 @@
 //! [`MiddlewareService`]: divides every request among the servers and merges their responses.
 //!
-//! If the caller asks for pooled samples, the middleware pools them, with the same kernels as the caller.
+//! If the caller asks for pooled samples, the middleware pools them. It uses the same kernels as a caller that pools.
 //!
 //! A middleware keeps no state of the job between calls and tries each call once, because only the caller knows
 //! whether to retry. Every server gets every request, even if it has none of the ids, so that each server sees all
 //! requests of the job. Only a push may name the servers that get it.
 //!
 //! * [`lookup`], [`push`], [`admin`]: requests
-//! * [`pooled`]: pools rows, and sums gradients, of samples
+//! * [`pooled`]: pools the rows of samples, and sums the gradients of samples
 //! * [`fanout`]: the queues of one request to the servers
 //! * [`server_pool`]: the known servers
 
@@ -177,10 +177,10 @@ fn error_of(server: &ServerClient, status: &Status) -> TablesError {
     }
 }
 
-/// The error for a chunk in the reply of a server.
+/// The error for an invalid chunk in the reply of a server.
 fn bad_reply(peer: &str, error: ChunkError) -> Status {
     let what = match error {
-        // The message of `BadShape` speaks of a request.
+        // The text of `BadShape` says that a request is malformed, so only `what` is used.
         ChunkError::Malformed(TablesError::BadShape { what }) => what,
         ChunkError::Malformed(error) => error.to_string(),
         damaged => return damaged.into(),

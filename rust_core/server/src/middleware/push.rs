@@ -93,7 +93,8 @@ impl Push {
         Ok(proto::PushReply { servers })
     }
 
-    /// Forward messages to the servers. Returns the gradients of samples, or nothing if the push ended early.
+    /// Forward the messages to the servers, except the gradients of samples, which are returned. The result is empty if
+    /// the push ended early.
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,

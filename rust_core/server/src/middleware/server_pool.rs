@@ -27,7 +27,7 @@ const SEARCH_PAUSE: Duration = Duration::from_millis(200);
 /// The maximum time that a request waits for missing servers. Its caller then retries the request.
 const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The credentials for calls to servers.
+/// The credentials and the TLS settings for calls to servers.
 #[derive(Debug, Clone, Default)]
 pub struct Link {
     /// The secret of the job.
@@ -131,7 +131,7 @@ impl ServerPool {
         Ok(Self { known, refresh: Arc::default(), searched: "--servers".into(), search: None })
     }
 
-    /// Create a pool of the announced servers, which is kept up to date.
+    /// Create a pool of the announced servers. The pool is kept up to date.
     pub fn discovered(discovery: Discovery, link: Link) -> Self {
         let (publish, known) = watch::channel(ServerTable::default());
         let refresh = Arc::new(Notify::new());

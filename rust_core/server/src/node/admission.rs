@@ -79,8 +79,8 @@ impl Node {
         self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
     }
 
-    /// Wait for the copy budget, but only for a fraction of the time that a turn may take. The request then proceeds
-    /// in any case, because a slow disk may slow training down but must not stop it.
+    /// Wait for the copy budget, but no longer than a quarter of the time that a request may wait for its turn. The
+    /// request then proceeds in any case, because a slow disk may slow training down but must not stop it.
     async fn throttle(&self) -> Result<(), TablesError> {
         if !self.is_full() {
             return Ok(());
@@ -141,7 +141,7 @@ impl Node {
         };
         if warns {
             tracing::error!(
-                "a training request failed, because the log cannot be written; its caller retries it: {why}"
+                "cannot write the log, so a training request failed; its caller retries the request: {why}"
             );
         }
         TablesError::Unable { peer: self.peer.clone(), what: format!("it cannot write its log: {why}") }

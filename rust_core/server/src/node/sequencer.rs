@@ -27,7 +27,7 @@ pub enum Phase {
 /// The maximum number of requests that a message lists.
 const NAMED: usize = 8;
 
-/// The position of a request in the order. Positions are compared field by field, in this order of the fields.
+/// The position of a request in the order. Positions are compared by `seq`, then by `phase`, and then by `rank`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Position {
     seq: u64,

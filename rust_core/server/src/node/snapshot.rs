@@ -103,7 +103,7 @@ impl Node {
             self.check_fence(fence)?;
             (self.store.start_transfer(), self.options.checkpoints.resolve(directory))
         };
-        // Write without the lock, so that another run can begin.
+        // Write without the lock `admin`, so that another run can begin.
         let snapshot = dir.and_then(|dir| self.store.write_started(start, &dir, number));
         if let (Err(_), Some(number)) = (&snapshot, number) {
             let _alone = self.admin.lock();

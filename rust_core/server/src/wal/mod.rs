@@ -5,8 +5,8 @@
 //! 7, 8, …  segments: MAGIC, then records in the order in which they were applied
 //! ```
 //!
-//! Requests are processed one at a time: each is logged, applied, and then acknowledged. The record of a refused
-//! request is removed. A log without a readable base is invalid.
+//! Each request is logged, applied, and then acknowledged. Requests are logged and applied one at a time. The record of
+//! a refused request is removed. A log without a readable base is invalid.
 //!
 //! Requests never wait for a sync while they hold the lock on the end of the log. With a sync every second, a request
 //! is not logged while a record older than two seconds is not durable.

@@ -1,4 +1,4 @@
-//! [`WalRecord`] and [`ReplayOp`]: a request that a recovery repeats, encoded and decoded.
+//! [`WalRecord`]: an encoded record of the log. [`ReplayOp`]: a decoded request, which a recovery repeats.
 //!
 //! ```text
 //! record  = length of the payload, u32 | crc32c of that, u32 | crc32c of the payload, u32 | payload
@@ -88,7 +88,7 @@ impl WalRecord {
         Self::framed(FOLLOWS, |out| out.extend_from_slice(&bytes.to_le_bytes()))
     }
 
-    /// The record that the segments before this number are durable.
+    /// The record that states that the segments before this number are durable.
     pub(super) fn durable(number: u64) -> Self {
         Self::framed(DURABLE, |out| out.extend_from_slice(&number.to_le_bytes()))
     }

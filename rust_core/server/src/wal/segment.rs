@@ -71,8 +71,8 @@ impl Segment {
         if let Err(error) = self.truncate() {
             tracing::warn!(
                 path = %self.path.display(),
-                "cannot remove an incomplete or refused record from the log: {error}; each logged request retries \
-                 the removal, and is refused until it succeeds"
+                "cannot remove an incomplete or refused record from the log: {error}; each later request \
+                 retries the removal, and is refused until the removal succeeds"
             );
         }
     }
@@ -149,8 +149,9 @@ pub(super) fn read(
     let describe = |error: io::Error| format!("{}: {error}", path.display());
     let file = File::open(path).map_err(describe)?;
     let length = file.metadata().map_err(describe)?.len();
-    // `follows` handles a later segment without a header. The header of the first segment is durable before the base
-    // that names it, unless the power failed shortly after a checkpoint. A replay could therefore lack durable records.
+    // This is the first segment, because `follows` handles a later segment without a header. The header of the first
+    // segment is durable before the base that names it, unless the power failed shortly after a checkpoint. A replay
+    // could therefore lack durable records.
     if length < MAGIC.len() as u64 {
         return Err(format!(
             "{}: the segment has {length} bytes, but its header has {}: it was truncated, or its content was lost in a \

@@ -1,4 +1,4 @@
-//! [`SyncState`]: the durable part of the log. [`Ticker`]: makes a call every second.
+//! [`SyncState`]: tracks which part of the log is durable. [`Ticker`]: makes a call every second.
 
 use std::io;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -11,7 +11,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// Requests wait while a record that is not durable is at least this old.
 const LONGEST_UNSYNCED: Duration = Duration::from_secs(2);
 
-/// The durable part of the log, as a position in the bytes written.
+/// Tracks up to which position, in the bytes written, the log is durable.
 #[derive(Default)]
 pub(super) struct SyncState {
     state: Mutex<State>,

@@ -177,7 +177,7 @@ fn damage(messages: &[Vec<u8>], random: &mut Random) -> Vec<Vec<u8>> {
                 let to = random.below(messages.len());
                 messages.swap(at, to);
             }
-            // Write the largest number at a random position.
+            // Insert nine 0xFF bytes, the start of a very large varint, at a random position.
             _ => {
                 let from = random.below(len + 1);
                 drop(messages[at].splice(from..from, [0xFF; 9]));

@@ -140,8 +140,8 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
     (steps, Stats { memory_bytes: 0, tokens: BTreeMap::new(), tables: Vec::new(), ..stats })
 }
 
-/// With `only_rows`, neither pools rows nor sends gradients of samples. Otherwise, counts the pooled
-/// look-ups.
+/// A client. With `only_rows`, it asks for no pooled samples and sends no gradients of samples. Otherwise, it counts
+/// the pooled look-ups.
 struct Watched {
     tables: WireTables,
     only_rows: bool,

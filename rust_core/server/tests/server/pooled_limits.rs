@@ -134,8 +134,8 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
         assert!(matches!(error, TablesError::BadShape { .. }), "{named}: {error}");
         assert!(error.to_string().contains("table 0") && error.to_string().contains(named), "{error}");
     };
-    refused(with(|samples| samples.samples = 1 << 25), &good, "33554432 samples, the limit is");
-    refused(with(|samples| samples.indices = u32::MAX), &good, "indices of ids, the limit is");
+    refused(with(|samples| samples.samples = 1 << 25), &good, "33554432 samples, but the limit is");
+    refused(with(|samples| samples.indices = u32::MAX), &good, "indices of ids, but the limit is");
     refused(proto::TablePart { shard_counts: vec![0; 256], ..part() }, &good, "2 samples use no ids");
     refused(
         part(),

@@ -53,6 +53,7 @@ pub(crate) fn group(numbers: &[u32]) -> ShardedIds {
 pub(crate) struct Bench {
     pub(crate) store: Store,
     pub(crate) dim: usize,
+    pub(crate) rows: usize,
     seq: std::sync::atomic::AtomicU64,
 }
 
@@ -93,7 +94,7 @@ impl Bench {
             reproducible: false,
         };
         store.begin(&run).expect("a good run");
-        let bench = Self { store, dim, seq: 0.into() };
+        let bench = Self { store, dim, rows, seq: 0.into() };
         let zeros = vec![0.0; BATCH * dim];
         for start in (0..rows).step_by(BATCH) {
             let numbers: Vec<u32> = (start..rows.min(start + BATCH)).map(|number| number as u32).collect();

@@ -1,5 +1,5 @@
-//! B6: compares saving and loading all rows with sequential writes and reads of the same number of bytes, and a step
-//! during a save with a step without a save.
+//! B6: compares saving and loading all rows with the peer, which writes and reads the same number of bytes
+//! sequentially. Also compares a step during a save with a step without a save.
 //!
 //! Files are synced and dropped from the page cache before they are read, so that the disk is measured.
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// How much faster than its limit the store may appear because of noise.
+/// The factor by which noise may make the store appear faster than its limit.
 const NOISE: f64 = 1.25;
 
 /// Repeated measurements of the same operation.

@@ -22,18 +22,37 @@ pub(crate) fn on_huge_pages(len: usize) -> Vec<f32> {
     values
 }
 
-/// Prefetch the cache lines of `values[from..from + len]`.
+/// Prefetch the cache lines of `values[from..from + len]` into the first-level cache.
 #[inline(always)]
 pub(crate) fn prefetch(values: &[f32], from: usize, len: usize) {
+    each_line(values, from, len, |line| {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch never faults.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line);
+        }
+    });
+}
+
+/// Like [`prefetch`], into the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch_second(values: &[f32], from: usize, len: usize) {
+    each_line(values, from, len, |line| {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch never faults.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(line);
+        }
+    });
+}
+
+#[inline(always)]
+fn each_line(values: &[f32], from: usize, len: usize, work: impl Fn(*const i8)) {
     let start = values.as_ptr().wrapping_add(from).cast::<u8>();
     let end = start.wrapping_add(len * 4);
     let mut line = start.wrapping_sub(start.addr() % 64);
     while line < end {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch never faults.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.cast());
-        }
+        work(line.cast());
         line = line.wrapping_add(64);
     }
 }

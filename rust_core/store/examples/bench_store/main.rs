@@ -1,12 +1,15 @@
 //! Compares the store with the limits of memory and disk: B1, B2, B6 and B7 of the performance goals.
-//! `threads` compares several threads with one.
+//! `threads` compares several threads with one. `accesses`, which B2 also prints, compares a push with a loop over one
+//! array that makes the same accesses and the same computation.
 //!
-//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [threads] [DIM...]` prints one
-//! line of JSON per figure. `DIM` selects dimensions of B1 and B2. Times are CPU nanoseconds per row, summed over all
-//! threads, and in `threads` elapsed nanoseconds; each is the median of many requests. `peer` is the raw operation on the same number of rows of the same
-//! size, measured alternately with the store. A higher `ratio` is better. `spread` is half the interquartile range
-//! divided by the median. In B7, `peer` is the limit or the smaller size. A figure with the key `invalid` is not a
-//! result; the value is the reason.
+//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [threads]
+//! [DIM...]` prints one line of JSON per figure. `DIM` selects dimensions of B1 and B2.
+//!
+//! Each time is the median of many requests. Times are CPU nanoseconds per row, summed over all threads. In
+//! `threads`, they are elapsed nanoseconds. `peer` is the raw operation on the same number of rows of the
+//! same size, measured alternately with the store. In B7, `peer` is the limit or the smaller size. A higher
+//! `ratio` is better. `spread` is half the interquartile range divided by the median. A figure with the key
+//! `invalid` is not a result; the value is the reason.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 mod batches;

@@ -2,8 +2,13 @@
 //!
 //! The limit must be as fast as possible: rows start at a cache line if their length allows it, all their cache
 //! lines are prefetched, the loops use the widest registers, and the best of several prefetch distances is used.
+//!
+//! [`RawRows::train`] is a second, stricter limit: a push must also record the use of a row, refuse gradients that are
+//! not finite, and compute the optimizer.
 
-use crate::machine::{cpu_ns, on_huge_pages, prefetch, widest};
+use persia_types::Optimizer;
+
+use crate::machine::{cpu_ns, on_huge_pages, prefetch, prefetch_second, widest};
 
 /// The prefetch distances to try, in rows.
 const AHEAD: [usize; 7] = [4, 8, 12, 16, 32, 64, 128];
@@ -14,25 +19,53 @@ pub(crate) struct RawRows {
     /// The start of the first row, which is aligned to a cache line.
     first: usize,
     stride: usize,
+    /// The step of the last use of each row.
+    last_used: Vec<f32>,
     gather_ahead: usize,
     update_ahead: usize,
+    train_ahead: usize,
+    /// Whether [`Self::train`] prefetches rows into the second-level cache.
+    into_second: bool,
 }
 
 impl RawRows {
     /// Create the rows. `slots` lists the rows with which prefetch distances are tried.
-    pub(crate) fn new(rows: usize, stride: usize, dim: usize, slots: &[Vec<u32>]) -> Self {
+    pub(crate) fn new(rows: usize, dim: usize, optimizer: &Optimizer, slots: &[Vec<u32>]) -> Self {
+        let stride = dim + optimizer.state_len(dim);
         let values = on_huge_pages(rows * stride + 16);
         let first = values.as_ptr().align_offset(64);
-        let mut raw = Self { values, first, stride, gather_ahead: 0, update_ahead: 0 };
+        let last_used = on_huge_pages(rows);
+        let mut raw = Self {
+            values,
+            first,
+            stride,
+            last_used,
+            gather_ahead: 0,
+            update_ahead: 0,
+            train_ahead: 0,
+            into_second: false,
+        };
         let mut buffer = vec![0.0; slots[0].len() * dim];
-        raw.gather_ahead = fastest(slots, |slots, ahead| {
+        let (_, ahead) = fastest(slots, |slots, ahead| {
             raw.gather_ahead = ahead;
             raw.gather(slots, &mut buffer, dim);
         });
-        raw.update_ahead = fastest(slots, |slots, ahead| {
+        raw.gather_ahead = ahead;
+        let (_, ahead) = fastest(slots, |slots, ahead| {
             raw.update_ahead = ahead;
             raw.update(slots, &buffer, dim);
         });
+        raw.update_ahead = ahead;
+        buffer.fill(1e-3);
+        let [first, second] = [false, true].map(|into_second| {
+            raw.into_second = into_second;
+            fastest(slots, |slots, ahead| {
+                raw.train_ahead = ahead;
+                raw.train(slots, &buffer, optimizer, dim, 2.0);
+            })
+        });
+        raw.into_second = second.0 < first.0;
+        raw.train_ahead = if raw.into_second { second.1 } else { first.1 };
         raw
     }
 
@@ -55,8 +88,127 @@ impl RawRows {
     }
 }
 
-/// The prefetch distance with which `work` takes the least time over all `slots`.
-fn fastest(slots: &[Vec<u32>], mut work: impl FnMut(&[u32], usize)) -> usize {
+impl RawRows {
+    /// Record that the row of every slot is used at `step`, and update it with the optimizer if its gradient is finite.
+    pub(crate) fn train(
+        &mut self,
+        slots: &[u32],
+        gradients: &[f32],
+        optimizer: &Optimizer,
+        dim: usize,
+        step: f32,
+    ) {
+        let (rows, last_used) = (&mut self.values[self.first..], &mut self.last_used[..]);
+        let (stride, ahead, into_second) = (self.stride, self.train_ahead, self.into_second);
+        let mut train = Train { rows, last_used, stride, ahead, into_second, dim, step };
+        match *optimizer {
+            Optimizer::Adagrad { lr, eps, vectorwise_shared: false, .. } => widest(
+                #[inline(always)]
+                || train.run(slots, gradients, |row, gradient| adagrad(row, gradient, lr, eps)),
+            ),
+            Optimizer::Adagrad { lr, eps, .. } => widest(
+                #[inline(always)]
+                || train.run(slots, gradients, |row, gradient| row_wise(row, gradient, lr, eps)),
+            ),
+            Optimizer::Adam { lr, beta1, beta2, eps, .. } => widest(
+                #[inline(always)]
+                || train.run(slots, gradients, |row, gradient| adam(row, gradient, [lr, beta1, beta2, eps])),
+            ),
+            Optimizer::Sgd { .. } => unreachable!("not measured"),
+        }
+    }
+}
+
+/// The loop of [`RawRows::train`].
+struct Train<'a> {
+    rows: &'a mut [f32],
+    last_used: &'a mut [f32],
+    stride: usize,
+    ahead: usize,
+    into_second: bool,
+    dim: usize,
+    step: f32,
+}
+
+impl Train<'_> {
+    #[inline(always)]
+    fn fetch(&self, slot: u32) {
+        if self.into_second {
+            prefetch_second(self.rows, slot as usize * self.stride, self.stride);
+        } else {
+            prefetch(self.rows, slot as usize * self.stride, self.stride);
+        }
+        prefetch(self.last_used, slot as usize, 1);
+    }
+
+    /// `work` updates a row of weights and state.
+    #[inline(always)]
+    fn run(&mut self, slots: &[u32], gradients: &[f32], work: impl Fn(&mut [f32], &[f32])) {
+        slots.iter().take(self.ahead).for_each(|slot| self.fetch(*slot));
+        for (at, (slot, gradient)) in slots.iter().zip(gradients.chunks_exact(self.dim)).enumerate() {
+            if let Some(next) = slots.get(at + self.ahead) {
+                self.fetch(*next);
+            }
+            let last_used = &mut self.last_used[*slot as usize];
+            *last_used = last_used.max(self.step);
+            let mut largest = [0; 16];
+            for block in gradient.as_chunks::<16>().0 {
+                for lane in 0..16 {
+                    largest[lane] = largest[lane].max(block[lane].to_bits() & i32::MAX as u32);
+                }
+            }
+            if largest.iter().max() < Some(&1e30_f32.to_bits()) {
+                work(&mut self.rows[*slot as usize * self.stride..][..self.stride], gradient);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn adagrad(row: &mut [f32], gradient: &[f32], lr: f32, eps: f32) {
+    let (weights, sums) = row.split_at_mut(gradient.len());
+    let blocks = weights.as_chunks_mut::<16>().0.iter_mut().zip(sums.as_chunks_mut::<16>().0);
+    for ((weights, sums), gradient) in blocks.zip(gradient.as_chunks::<16>().0) {
+        for lane in 0..16 {
+            let gradient = gradient[lane];
+            weights[lane] -= lr * gradient / (sums[lane] + eps).sqrt();
+            sums[lane] += gradient * gradient;
+        }
+    }
+}
+
+#[inline(always)]
+fn row_wise(row: &mut [f32], gradient: &[f32], lr: f32, eps: f32) {
+    let (weights, sum) = row.split_at_mut(gradient.len());
+    let rate = lr / (sum[0] + eps).sqrt();
+    let mut squares = [0.0; 16];
+    for (weights, gradient) in weights.as_chunks_mut::<16>().0.iter_mut().zip(gradient.as_chunks::<16>().0) {
+        for lane in 0..16 {
+            weights[lane] -= rate * gradient[lane];
+            squares[lane] += gradient[lane] * gradient[lane];
+        }
+    }
+    sum[0] += squares.iter().sum::<f32>() / gradient.len() as f32;
+}
+
+#[inline(always)]
+fn adam(row: &mut [f32], gradient: &[f32], [lr, beta1, beta2, eps]: [f32; 4]) {
+    let (weights, state) = row.split_at_mut(gradient.len());
+    let (means, squares) = state.split_at_mut(gradient.len());
+    let blocks = weights.as_chunks_mut::<16>().0.iter_mut().zip(means.as_chunks_mut::<16>().0);
+    let blocks = blocks.zip(squares.as_chunks_mut::<16>().0).zip(gradient.as_chunks::<16>().0);
+    for (((weights, means), squares), gradient) in blocks {
+        for lane in 0..16 {
+            let gradient = gradient[lane];
+            means[lane] = beta1 * means[lane] + (1.0 - beta1) * gradient;
+            squares[lane] = beta2 * squares[lane] + (1.0 - beta2) * gradient * gradient;
+            weights[lane] -= lr * means[lane] / (squares[lane].sqrt() + eps);
+        }
+    }
+}
+
+/// The least time of `work` over all `slots`, and the prefetch distance with which it is reached.
+fn fastest(slots: &[Vec<u32>], mut work: impl FnMut(&[u32], usize)) -> (f64, usize) {
     let mut best = (f64::INFINITY, 0);
     for ahead in AHEAD {
         let mut times = crate::figures::Samples::default();
@@ -69,7 +221,7 @@ fn fastest(slots: &[Vec<u32>], mut work: impl FnMut(&[u32], usize)) -> usize {
             best = (times.median(), ahead);
         }
     }
-    best.1
+    best
 }
 
 #[inline(always)]

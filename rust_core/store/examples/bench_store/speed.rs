@@ -1,6 +1,6 @@
 //! B1 and B2: compares look-ups and updates with raw reads and writes of the same number of rows.
 
-use persia_types::{Mode, Optimizer};
+use persia_types::{Mode, Optimizer, VIRTUAL_SHARDS};
 
 use crate::Size;
 use crate::batches::{BATCH, Bench, Random, group};
@@ -35,7 +35,7 @@ pub(crate) fn measure(dim: usize, size: &Size, lookups: bool, updates: bool) {
         let bench = Bench::new(dim, rows, optimizer);
         let mut random = Random(7);
         let slots: Vec<Vec<u32>> = (0..5).map(|_| random.distinct(BATCH, rows)).collect();
-        let raw = RawRows::new(rows, stride, dim, &slots);
+        let raw = RawRows::new(rows, dim, &optimizer, &slots);
         let case = format!("dim {dim}, {rows} rows");
         if lookups && first {
             let target = if dim == 16 {
@@ -63,9 +63,13 @@ pub(crate) fn measure(dim: usize, size: &Size, lookups: bool, updates: bool) {
                 _ => (0.9, 0.75),
             };
             for (kind, target) in [("row indices known", known), ("with the probe", searched)] {
-                let (own, limit) =
-                    time_updates(&bench, &mut raw, rows, size.repetitions, kind == "row indices known");
+                let known = kind == "row indices known";
+                let [own, limit, same] = time_updates(&bench, &mut raw, &optimizer, size.repetitions, known);
                 report("B2", &format!("{name}, {kind}, {case}, 1 threads"), &own, &limit, target);
+                if known {
+                    let target = if dim == 16 { 0.6 } else { 0.8 };
+                    report("accesses", &format!("{name}, {case}, 1 threads"), &own, &same, target);
+                }
             }
         }
     }
@@ -119,22 +123,24 @@ fn time_lookups(
     (own, limit)
 }
 
-/// Like [`time_lookups`], for pushes and raw read-modify-write.
+/// Like [`time_lookups`], for pushes, raw read-modify-write, and [`RawRows::train`].
 fn time_updates(
     bench: &Bench,
     raw: &mut RawRows,
-    rows: usize,
+    optimizer: &Optimizer,
     repetitions: usize,
     known: bool,
-) -> (Samples, Samples) {
+) -> [Samples; 3] {
     let mut random = Random(99);
     let gradients = vec![1e-3; BATCH * bench.dim];
     let mut out = vec![0.0; BATCH * bench.dim];
-    let (mut own, mut limit) = (Samples::default(), Samples::default());
+    let mut times = [(); 3].map(|()| Samples::default());
     for repetition in 0..repetitions + 2 {
+        let rows = bench.rows;
         let ids = group(&random.distinct(BATCH, rows));
-        let slots = random.distinct(BATCH, rows);
-        let other = random.distinct(BATCH, rows);
+        let [slots, mut grouped, other] = [(); 3].map(|()| random.distinct(BATCH, rows));
+        // The store processes a request by shard, each of which has its own memory.
+        grouped.sort_by_key(|slot| *slot as usize * VIRTUAL_SHARDS / rows);
         let floats = ids.len() * bench.dim;
         let seq = bench.next();
         if known {
@@ -142,16 +148,19 @@ fn time_updates(
         }
         // Evict the look-up's data from the caches, because a push comes several steps later.
         raw.gather(&other, &mut out, bench.dim);
-        let start = cpu_ns();
+        let mut clock = [cpu_ns(); 4];
         raw.update(&slots, &gradients, bench.dim);
-        let between = cpu_ns();
+        clock[1] = cpu_ns();
         let report = bench.push(seq, &ids, &gradients[..floats]);
-        let end = cpu_ns();
+        clock[2] = cpu_ns();
+        raw.train(&grouped, &gradients, optimizer, bench.dim, repetition as f32);
+        clock[3] = cpu_ns();
         assert_eq!(report.rows_applied, ids.len() as u64);
         if repetition >= 2 {
-            limit.add((between - start) / slots.len() as f64);
-            own.add((end - between) / ids.len() as f64);
+            times[0].add((clock[2] - clock[1]) / ids.len() as f64);
+            times[1].add((clock[1] - clock[0]) / slots.len() as f64);
+            times[2].add((clock[3] - clock[2]) / grouped.len() as f64);
         }
     }
-    (own, limit)
+    times
 }

@@ -28,7 +28,7 @@ pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     };
     if let Some(staging) = staging {
         let staging = dir.join(staging);
-        // A symbolic link in place of the directory could point anywhere.
+        // Only a real directory is used: a symbolic link in its place could point anywhere.
         let staged = staging.join(file);
         if disk::kind(&staging)?.is_some_and(|kind| kind.is_dir()) && disk::kind(&staged)?.is_some() {
             return Ok(staged);

@@ -84,7 +84,7 @@ impl Destination {
         }
     }
 
-    /// Abandon the save without removing its files, because another process may still write there.
+    /// Abandon the save without removing its files. Call this if another process may still write to them.
     pub fn abandon(self) {
         match self {
             Self::Folder(saver) => saver.abandon(),

@@ -11,20 +11,20 @@ use super::names;
 /// The result type of this module's functions.
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
-/// The text and the next step of [`CheckpointError::Busy`].
+/// The text of [`CheckpointError::Busy`], with the advice to the user.
 const BUSY: &str = "another process is saving, or has just saved, here; stop that process, wait until it ends, or save \
                     to a different folder or URL";
-/// The text and the next step of [`CheckpointError::Occupied`].
+/// The text of [`CheckpointError::Occupied`], with the advice to the user.
 const OCCUPIED: &str =
     "exists and is not part of a checkpoint; move it, or save to a different folder or URL";
-/// The next step of a reader that found a damaged file.
+/// The advice to a user who reads a damaged file.
 const READ_ANOTHER: &str = "use another checkpoint, or a replica of this one";
 
 /// The reason why a checkpoint could not be written, found or used. Each error names the path. The path of a
 /// staged file omits the staging directory.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The directory has no manifest.
+    /// The directory, or the URL, has no manifest.
     #[error("{path}: no checkpoint here: {found}")]
     Missing {
         /// The directory.
@@ -39,13 +39,13 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The problem.
         what: String,
-        /// The next step of the user.
+        /// The advice to the user.
         next: &'static str,
     },
-    /// The checkpoint was written by a newer version.
+    /// The checkpoint was written by a newer version of Persia.
     #[error("{path}: has format {found}, but this build reads formats up to {known}; install a newer Persia")]
     Future {
-        /// The manifest.
+        /// The path of the manifest.
         path: PathBuf,
         /// The format number of the checkpoint.
         found: u32,
@@ -55,7 +55,7 @@ pub enum CheckpointError {
     /// Another process is saving into the same directory, or has saved below the same URL.
     #[error("{path}: {}", BUSY)]
     Busy {
-        /// The checkpoint's directory.
+        /// The directory or URL of the checkpoint.
         path: PathBuf,
     },
     /// A file that belongs to no checkpoint occupies the name of a file of the new checkpoint, or of
@@ -103,7 +103,7 @@ impl CheckpointError {
         Self::BadSave { action, path: names::without_staging(path), what: what.into() }
     }
 
-    /// Replace the next step of a reader by that of a caller that changes the checkpoint.
+    /// Replace the advice for reading a checkpoint by the advice for the change that the caller makes.
     pub(super) fn with_next(self, next: &'static str) -> Self {
         match self {
             Self::Corrupt { path, what, .. } => Self::Corrupt { path, what, next },

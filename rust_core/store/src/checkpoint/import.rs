@@ -23,11 +23,11 @@ const FIRST_STEP: u64 = 1;
 /// A row with the id of an earlier row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Duplicate {
-    /// The id.
+    /// The repeated id.
     pub id: u64,
-    /// The row number of its first occurrence, counted from 0.
+    /// The number of the first row with this id, counted from 0.
     pub first: u64,
-    /// The number of this row.
+    /// The number of the later row, counted from 0.
     pub again: u64,
 }
 

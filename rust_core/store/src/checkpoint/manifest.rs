@@ -32,7 +32,7 @@ pub struct Head {
     pub step: u64,
     /// The number of ranks.
     pub world_size: u32,
-    /// The run: job, generation, schema, seed, optimizer, initializer.
+    /// The run, with its job, generation, schema, seed and settings.
     pub run: Run,
     /// The number of rows of each table.
     pub rows: BTreeMap<String, u64>,
@@ -113,8 +113,8 @@ impl Manifest {
         shards.map(|entry| self.staged(entry)).collect()
     }
 
-    /// A nonzero hash of the step, the names and dimensions of the tables, and the shard files. Different
-    /// content has the same hash only by a collision.
+    /// A nonzero hash of the step, the names and dimensions of the tables, and the names and hashes of the
+    /// shard files. Different content has the same hash only by a collision.
     pub fn identity(&self) -> u64 {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.head.step.to_le_bytes());
@@ -226,8 +226,9 @@ impl Manifest {
     }
 }
 
-/// The text before the hash at the end of a manifest, and the text after the hash.
+/// The text before the hash at the end of a manifest.
 const HASH_KEY: &str = ",\n  \"blake3\": \"";
+/// The text after the hash at the end of a manifest.
 const END: &str = "\"\n}\n";
 
 pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {

@@ -18,7 +18,7 @@ pub(super) const MARKER: &str = ".persia-save";
 const STAGING_PREFIX: &str = ".saving-";
 
 /// Whether a checkpoint may contain a file of this name. The name must match `[A-Za-z0-9._-]{1,128}`, must not be
-/// hidden, and must not be one of the names above.
+/// hidden, and must be neither [`MANIFEST`] nor [`LATEST`].
 pub(super) fn is_file_name(name: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))

@@ -28,7 +28,8 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     for (name, kind) in disk::entries(dir)? {
         let Some(revision) = name.to_str().and_then(names::revision) else { continue };
         match &manifest {
-            // A save creates no symbolic links, and a link could point anywhere.
+            // Skip everything but directories. A save creates no symbolic links, and a link could point
+            // anywhere.
             _ if !kind.is_dir() => {}
             Some(manifest) if revision == current => tidy(dir, manifest)?,
             _ => sweep(&dir.join(&name))?,
@@ -91,7 +92,7 @@ pub(super) fn remove(dir: &Path) -> Result<()> {
     if disk::remove_empty_dir(dir)? { disk::sync_dir(&disk::parent(dir)) } else { Ok(()) }
 }
 
-/// Delete the files of a checkpoint whose manifest has been renamed, if there is one.
+/// Delete the files of a checkpoint whose manifest has been renamed to [`REMOVED`], if there is one.
 pub(super) fn finish_removal(dir: &Path) -> Result<()> {
     let removed = Manifest::find(dir, REMOVED);
     let removed = removed.map_err(|error| {

@@ -14,7 +14,7 @@ use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
 use super::recover;
 
-/// The next step for a save that found a damaged file in its directory.
+/// The advice to a user whose save found a damaged file in its directory.
 const SAVE_ELSEWHERE: &str = "save to a different folder";
 
 /// A save into a directory. If it is dropped before [`Saver::commit`], it removes its files.
@@ -25,7 +25,7 @@ pub struct Saver {
     files: Vec<FileEntry>,
     /// The files of the checkpoint to be replaced.
     previous: BTreeSet<String>,
-    /// Whether the manifest may have been published. If so, the staged files belong to the checkpoint.
+    /// Whether the manifest may have been published. If so, the staged files may belong to the checkpoint.
     published: bool,
     /// Whether the staged files are kept when this is dropped.
     abandoned: bool,
@@ -40,7 +40,7 @@ impl Saver {
     ///
     /// # Errors
     /// `Busy` while another process saves into `dir`; `Corrupt` or `Future` if the manifest in `dir` cannot be read,
-    /// because its files are then unknown; `BadSave` for a URL; `Io`.
+    /// because the files to replace are then unknown; `BadSave` for a URL; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
         if is_url(dir) {
             return Err(CheckpointError::bad_save(dir, "expected a folder, not a URL"));
@@ -161,8 +161,8 @@ impl Saver {
         Ok(manifest)
     }
 
-    /// Abandon the save without removing staged files, because another process may still write there. The next save
-    /// removes the files and uses another staging directory.
+    /// Abandon the save without removing staged files. Call this if another process may still write to the staging
+    /// directory. The next save removes the files and uses another staging directory.
     pub fn abandon(mut self) {
         self.abandoned = true;
     }

@@ -19,7 +19,7 @@ pub(super) const MAX_HINT_BYTES: u64 = 255;
 /// A subdirectory with a checkpoint or an unfinished save; at a URL, a name below it with a checkpoint.
 #[derive(Debug)]
 pub struct Listed {
-    /// The subdirectory.
+    /// The path of the subdirectory, or the URL.
     pub path: PathBuf,
     /// The manifest, or the reason why it cannot be used. To check the files too, call [`Manifest::verify`].
     pub manifest: Result<Manifest>,
@@ -109,8 +109,8 @@ fn is_older(one: &Listed, newest: Option<u64>) -> bool {
 /// after the commit.
 ///
 /// # Errors
-/// `BadSave` if `dir` has no name, or its name is not UTF-8 or does not fit on one line; `Occupied` if
-/// `LATEST` exists but was not written by a save; `Io`.
+/// `BadSave` if `dir` has no name, or its name is not UTF-8 or contains a line break; `Occupied` if `LATEST`
+/// exists but was not written by a save; `Io`.
 pub fn publish_latest(dir: &Path) -> Result<()> {
     if let Some(place) = object::place(dir)? {
         return object::series::publish_latest(&place);
@@ -130,7 +130,8 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
 
 /// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of abandoned saves. Never
 /// deletes the newest checkpoint that passes verification (at a URL: that has all its files), a checkpoint
-/// that cannot be read, or a file that belongs to no checkpoint. Returns the deleted checkpoints.
+/// that cannot be read, or a file that belongs to no checkpoint. If no checkpoint passes verification, all
+/// are kept. Returns the deleted checkpoints.
 ///
 /// # Errors
 /// `Busy` if another process saves into one of the checkpoints; `Corrupt` or `Future` if the manifest of a
@@ -172,7 +173,7 @@ pub fn remove_object(dir: &Path) -> Result<()> {
 }
 
 /// Remove the staged files of directories without a checkpoint, and the directories that are then empty,
-/// unless a process saves there.
+/// unless a process saves into the directory.
 fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
     let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
     for Listed { path, .. } in listed.iter().filter(unfinished) {

@@ -148,8 +148,9 @@ impl SimdLoop for ReadRows<'_> {
     }
 }
 
-/// Find and read the rows of a block of ids. The first id is at position `first` of its part. Each of the three memory
-/// accesses is prefetched for all ids before it is made.
+/// Find and read the rows of a block of ids. The first id is at position `first` of its part. There are three memory
+/// accesses for an id: the bucket position, the ids of the bucket, and the row. Each is prefetched for all ids of the
+/// block before it is made.
 #[inline(always)]
 fn read_block<L: Lanes>(
     table: &MappedTable,

@@ -1,5 +1,5 @@
 //! Weights of new rows and admission by probability. The weights are a pure function of (seed, table, id),
-//! and the admission is a pure function of (seed, id, step). Both are equal on every server.
+//! and the draw for admission is a pure function of (seed, id, step). Both are equal on every server.
 
 use persia_types::{Id, Initializer};
 
@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    /// All servers must compute these bits, and checkpoints depend on them.
+    /// All servers must compute the bits in this test, and checkpoints depend on them.
     #[test]
     fn the_first_draws_are_pinned() {
         let mut weights = [0.0; 2];

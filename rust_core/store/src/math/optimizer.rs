@@ -6,23 +6,23 @@
 //! * SGD: `w -= lr * (g + wd * w)`; with momentum `v = momentum * v + g; w -= lr * (v + wd * w)`
 //! * Adagrad: `g += wd * w; w -= (lr * g) / sqrt(s + eps); s = s * g_square_momentum + g * g`
 //! * Adagrad by row: the same with one `s` per row, to which `sum(g * g) / dim` is added. Element `i` belongs to
-//!   partial sum `i % 16`. The 16 partial sums are folded in halves
+//!   partial sum `i % 16`. The upper half of the partial sums is added to the lower half until one sum is left
 //! * Adam: `g += wd * w; m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);`
 //!   `w -= (a * m) / (sqrt(v * b) + eps)` where `a = lr / (1 - beta1^t)` and `b = 1 / (1 - beta2^t)` are
 //!   computed in f64 and rounded once
 //!
 //! Finally, `w` is clamped to ± `weight_bound` or, without a bound, to ± the largest finite number.
 //!
-//! A row stays finite: a push skips a row whose `g` or `wd * w` is too large ([`is_within_limit`]), learning rates are
-//! clamped to the largest finite number, and [`Optimizer::check`] bounds the rest. Adam's `v` is therefore below
-//! 2^103, and `v * b` is finite.
+//! Rows stay finite. A push skips a row whose `g` or `wd * w` is too large ([`is_within_limit`]). Learning rates are
+//! clamped to the largest finite number, and [`Optimizer::check`] bounds the other settings. Adam's `v` is therefore
+//! below 2^103, and `v * b` is finite.
 
 use persia_types::Optimizer;
 use persia_types::limits::{MAX_GRADIENT, MAX_GRADIENT_EXPONENT};
 
 use crate::simd::{LANES, Lanes};
 
-/// Updates one row.
+/// The rule by which an optimizer updates one row.
 pub(crate) trait RowRule: Copy {
     /// `weights` and `gradient` have the same length. The length of `state` is [`Optimizer::state_len`].
     fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
@@ -30,7 +30,7 @@ pub(crate) trait RowRule: Copy {
     /// The weight decay.
     fn decay(&self) -> f32;
 
-    /// Whether the weight decay of every weight is within the limit for gradients.
+    /// Whether the magnitude of the weight decay of every weight is below [`MAX_GRADIENT`].
     #[inline(always)]
     fn decays_within_limit(&self, weights: &[f32]) -> bool {
         let decay = self.decay();

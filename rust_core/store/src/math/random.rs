@@ -175,7 +175,7 @@ mod tests {
         assert!((mean - 0.5).abs() < 0.003 && (variance - 1.0 / 12.0).abs() < 0.001, "{mean} {variance}");
     }
 
-    /// Servers must agree on these bits, and checkpoints depend on them.
+    /// All servers must compute the bits in this test, and checkpoints depend on them.
     #[test]
     fn the_first_draws_are_pinned() {
         let draws = [gamma(0, 0, 0.5), gamma(0, 0, 3.0), poisson(0, 0, 50.0)].map(f64::to_bits);

@@ -38,8 +38,8 @@ pub(crate) fn check_tables(
     Ok(())
 }
 
-/// Check that a buffer of `floats` has the size of the part's vectors, and that its lists of samples are
-/// valid. Refuse samples that are to be pooled.
+/// Check that a buffer of `floats` numbers has the size of the part's vectors, and that its lists of samples
+/// are valid. Refuse samples that are to be pooled.
 pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
     let Table { name, dim, .. } = table;
     let ids = part.ids.len();

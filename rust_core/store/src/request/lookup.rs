@@ -177,8 +177,8 @@ impl Output for InOrder<'_> {
     }
 }
 
-/// A destination of the shape `[samples, dim]`, which receives the row of its id for each sample. If the
-/// request is divided, no sample occurs twice.
+/// A destination of the shape `[samples, dim]`, in which each sample receives the row of its id. If the
+/// request is divided among threads, no sample occurs twice.
 struct BySample<'a> {
     csr: Csr<'a>,
     out: &'a SharedRows<'a>,

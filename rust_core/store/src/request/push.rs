@@ -1,4 +1,5 @@
-//! [`CheckedPush`]: admits ids and applies gradients. `reserve.rs` reserves memory for their rows first.
+//! [`CheckedPush`]: admits ids and applies gradients. Before that, `reserve.rs` reserves memory for the
+//! missing rows.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -84,8 +85,8 @@ impl CheckedPush<'_> {
         let of_parts = threads.map(self.asked(), |within| self.apply_in(shards, &within, found));
         let mut sum = PushReport { rows_pushed: self.asked() as u64, rows_expired, ..PushReport::default() };
         let mut failed = None;
-        // Add the outcomes pass by pass and table by table, so that the first row of a report is the same for
-        // every number of parts.
+        // Add the outcomes pass by pass and table by table, so that `first_nonfinite` of the report is the
+        // same for every number of parts.
         let mut of_parts: Vec<_> = of_parts.into_iter().map(Vec::into_iter).collect();
         for _ in 0..PASSES.len() * self.tables.len() {
             for outcome in of_parts.iter_mut().filter_map(Iterator::next) {
@@ -138,8 +139,8 @@ impl CheckedPush<'_> {
     }
 
     /// Insert the row of an id that the first pass did not find, if the id is admitted and still has no row.
-    /// Returns the row index; None if the id is not admitted. `row_index` is the current one, or [`NO_ROW`].
-    /// `scratch` has `2 * dim` floats.
+    /// Returns the row index; None if the id is not admitted. `row_index` is the current row index of the id,
+    /// or [`NO_ROW`]. `scratch` has `2 * dim` floats.
     fn admit(
         &self,
         shard: &mut Shard,
@@ -242,7 +243,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
                 }
                 let id = ids[at];
                 let mut row_index = found.get(at);
-                // An id without a row may have one now.
+                // An id that had no row at the look-up may have one by now.
                 if row_index == NO_ROW || stale && !table.holds(row_index, id) {
                     row_index = table.find::<L>(id);
                 }
@@ -309,7 +310,7 @@ struct RowPush<'a> {
 }
 
 impl RowPush<'_> {
-    /// Record the use of the row, and apply its gradient if the gradient is within the limit. `scratch` has `2 * dim`
+    /// Record the use of the row, and apply its gradient if `is_within_limit` accepts it. `scratch` has `2 * dim`
     /// floats.
     #[inline(always)]
     fn apply<L: Lanes, R: RowRule, const DECAYS: bool>(
@@ -353,7 +354,7 @@ impl RowPush<'_> {
     }
 }
 
-/// Update a row, unless the weight decay reaches the limit for gradients. Returns whether the row was
+/// Update a row, unless the weight decay of a weight reaches `MAX_GRADIENT`. Returns whether the row was
 /// updated.
 #[inline(always)]
 fn update_floats<L: Lanes, R: RowRule, const DECAYS: bool>(

@@ -27,8 +27,8 @@ impl CheckedPush<'_> {
         threads: &RequestThreads,
         found: &mut LookupRows,
     ) -> Result<(), TablesError> {
-        // The cached row indices are used only if every part has as many ids as in the look-up. Otherwise all
-        // row indices are searched.
+        // The cached row indices are used only if the step is that of the look-up and every part has as many
+        // ids as in the look-up. Otherwise all row indices are searched.
         let cached =
             found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
         if !cached {

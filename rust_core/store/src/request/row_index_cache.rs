@@ -79,8 +79,8 @@ impl TableRows<'_> {
         }
     }
 
-    /// Whether a row that was found in a shard may have left the shard since, or no row was searched for
-    /// there.
+    /// Whether a row that was found in a shard may have left the shard since, or no row was searched for in
+    /// that shard.
     #[inline(always)]
     pub(super) fn is_stale(&self, shard: usize, eviction_count: u64) -> bool {
         self.eviction_counts[shard].load(Ordering::Relaxed) != eviction_count
@@ -166,7 +166,7 @@ impl RowIndexCache {
         }
     }
 
-    /// Drop all row indices, because all rows were replaced or dropped, or another run began.
+    /// Drop all row indices. Call this when all rows are replaced or dropped, or another run begins.
     pub(crate) fn clear(&self) {
         *self.0.lock() = State::default();
     }

@@ -114,7 +114,7 @@ impl Prefetcher {
     }
 }
 
-/// The positions of the ids of the shards `within`. The range has at least one shard.
+/// The positions of the ids of the shards `within`, which is not empty.
 pub(super) fn positions(ids: &ShardedIds, within: &Range<usize>) -> Range<usize> {
     ids.range(within.start).start..ids.range(within.end - 1).end
 }

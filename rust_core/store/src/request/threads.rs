@@ -1,8 +1,8 @@
 //! [`RequestThreads`]: divides a request among threads, by shards.
 //!
-//! Everything that a request does to a row depends only on the row's shard: memory, evictions and counts belong to the
-//! shard, and the ids of a request are in the order of shards. The result is therefore bit-identical for every number
-//! of threads.
+//! Everything that a request does to a row depends only on the row's shard. Memory, evictions and admission counts
+//! belong to the shard, and the ids of a request are in the order of shards. The result is therefore bit-identical for
+//! every number of threads.
 
 use std::io;
 use std::num::NonZeroUsize;

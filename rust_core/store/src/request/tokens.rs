@@ -66,7 +66,8 @@ impl Claims {
     }
 }
 
-/// A claim to apply one token. If it is dropped before [`Claim::applied`], the token stays unknown, for a retry.
+/// A claim to apply one token. If it is dropped before [`Claim::applied`], the token stays unknown, and a retry
+/// can claim it.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
     token: Token,

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// The bytes of rows and admission counts that were copied because they were about to change before the
-/// snapshot was written.
+/// Counts the bytes of rows and admission counts that were copied for a snapshot, because they were about to
+/// change before the snapshot was written.
 pub(crate) struct CopyBudget {
     limit: u64,
     bytes: AtomicU64,

@@ -1,8 +1,8 @@
 //! [`CowSnapshot`]: the rows of one table of a shard at one point in time, by copy-on-write.
 //!
 //! The start of a snapshot copies only the recency of rows. From then on, a row is copied before its first
-//! change or removal, unless it has already been taken for the file. Rows that do not change, and rows
-//! inserted later, are never copied.
+//! change or removal, unless it has already been taken for the snapshot's file. Rows that do not change, and
+//! rows inserted later, are never copied.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::shard::row::{FREE, Layout};
 
 /// A value in [`CowSnapshot::copies`]: the row is unchanged at its index.
 const UNTOUCHED: u32 = 0;
-/// A value in [`CowSnapshot::copies`]: the row has been taken for the file.
+/// A value in [`CowSnapshot::copies`]: the row has been taken for the snapshot's file.
 const WRITTEN: u32 = u32::MAX;
 
 /// The snapshot of one table of a shard.

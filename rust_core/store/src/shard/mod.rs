@@ -6,7 +6,7 @@
 //! * [`index`]: maps ids to row indices
 //! * [`region`]: growable arrays; [`buddy_allocator`]: the memory of small arrays
 //! * [`cow_snapshot`]: the rows at one point in time; [`copy_budget`]: the limit for copies of rows
-//! * [`export`]: rows on their way to a checkpoint
+//! * [`export`]: copies rows for a checkpoint
 
 mod buddy_allocator;
 mod copy_budget;
@@ -46,7 +46,8 @@ const EVICTED_PART: usize = 16;
 ///
 /// A row of a table with a time to live is expired at step `t` if `last_used + ttl < t`. Look-ups and pushes of step
 /// `t` treat its id as one without a row. Its memory is freed when a push contains the id, when an insertion needs
-/// space, or by a sweep: a push of step `t` with ids in shard `t % 256` first removes the expired rows of that shard.
+/// space, or by a sweep. A sweep is made by a push of step `t` with ids in shard `t % 256`, which first removes the
+/// expired rows of that shard.
 ///
 /// A push makes two passes over the request, in the order of its tables and ids. The first pass records the use of
 /// every existing row and updates the row. The second pass inserts a row for every other id that is admitted, and
@@ -71,7 +72,7 @@ pub(crate) struct Shard {
     counted: usize,
     /// The step of the last sweep.
     swept: u32,
-    /// Incremented when rows are removed. As long as it is unchanged, every row is still at its index.
+    /// The number of removals so far. As long as it is unchanged, every row is still at its index.
     eviction_count: u64,
 }
 

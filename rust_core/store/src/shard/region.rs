@@ -131,8 +131,7 @@ impl<T: Plain> Region<T> {
         if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
     }
 
-    /// Collapse the huge pages that are full now, because elements `from..to` were written for the first
-    /// time.
+    /// Collapse the huge pages that became full when elements `from..to` were written for the first time.
     #[inline]
     pub(crate) fn collapse_huge_pages(&self, from: usize, to: usize) {
         let (first, end) = (from * size_of::<T>() / HUGE_PAGE, to * size_of::<T>() / HUGE_PAGE);
@@ -232,7 +231,8 @@ fn release(start: NonNull<u8>, bytes: usize) {
     }
 }
 
-/// Map `bytes` of untouched zeros, a multiple of `PAGE`, at a multiple of `HUGE_PAGE`.
+/// Map `bytes` bytes of zeros at an address that is a multiple of `HUGE_PAGE`. `bytes` is a multiple of
+/// `PAGE`.
 fn map(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     let refused = OutOfMemory { bytes };
     #[cfg(test)]

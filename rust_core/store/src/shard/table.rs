@@ -80,7 +80,7 @@ impl ShardTable {
         *self = Self { admission_counts, seen_once, changes, snapshot, ..Self::new(layout) };
     }
 
-    /// The layout of rows.
+    /// The layout of the table's rows.
     #[inline(always)]
     pub(crate) fn layout(&self) -> Layout {
         self.layout
@@ -182,7 +182,7 @@ impl ShardTable {
         *last_used = step.max(*last_used);
     }
 
-    /// Reserve memory for up to `rows` more rows in a shard of `budget` rows.
+    /// Reserve memory for up to `rows` more rows in a shard whose budget is `budget` rows.
     pub(super) fn reserve_rows(&mut self, rows: usize, budget: usize) -> Result<(), OutOfMemory> {
         let used = self.used as usize;
         let most = |held: usize| budget.max(held);
@@ -270,7 +270,7 @@ impl ShardTable {
     }
 }
 
-/// Snapshots.
+/// The functions for snapshots.
 impl ShardTable {
     /// Hold the current rows and counts until [`Self::end_snapshot`].
     pub(crate) fn begin_snapshot(&mut self, budget: &Arc<CopyBudget>) {

@@ -18,7 +18,7 @@ use rows::ShardFile;
 pub(crate) use rows::{export, import, write_shard_snapshot};
 use throttle::WriteThrottle;
 
-/// Write `shards` to files in `dir`, a directory or a URL: call `write` with each shard, which writes its
+/// Write `shards` to files in `dir`, a directory or a URL. `write` is called with each shard, and writes its
 /// file. `tables` is the number of tables. Writing is throttled while `trained` returns a growing count, but
 /// not while it returns None. `accept` is called when all files are written. After an error, including one
 /// from `accept`, the files of this call are removed.

@@ -39,7 +39,7 @@ fn begun() -> Store {
     store
 }
 
-/// The ids of a step: the ids of the previous step and as many new ones, all in two shards.
+/// The ids of a step: half of the ids of the previous step and as many new ones, all in two shards.
 fn ids(step: u64) -> ShardedIds {
     let all = (0..).filter(|id| [3, 200].contains(&shard_of(*id)));
     let ids: Vec<Id> = all.skip(40 * step as usize).take(80).collect();

@@ -54,8 +54,8 @@ pub struct StoreOptions {
     /// The virtual shards that the store holds. Requests with ids of other shards are refused, and files of other
     /// shards are skipped.
     pub shards: Range<usize>,
-    /// The limit, in bytes, for copies of rows that change before the snapshot is written. Pushes wait once
-    /// it is reached. A push that has begun may exceed it.
+    /// The limit, in bytes, for copies of rows that change before a snapshot of them is written. Pushes wait
+    /// once it is reached. A push that has begun may exceed it.
     pub max_copy_bytes: u64,
     /// How long a push waits for the copy budget. It is zero if the caller waits before the push, with
     /// [`Store::wait_for_room`].

@@ -9,7 +9,7 @@ use crate::request::check::malformed;
 pub(super) struct PreparedSnapshot {
     generation: u64,
     number: u64,
-    /// Whether its rows are held, because it has been neither written nor aborted.
+    /// Whether its rows are held, which means that they have been neither written nor released.
     held: bool,
 }
 

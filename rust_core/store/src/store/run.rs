@@ -35,7 +35,7 @@ impl Store {
         }
         let layouts = self.resolve_layouts(&checked)?;
         if prepared.is_some_and(|mut prepared| prepared.release()) {
-            self.end_snapshot(); // it belongs to the previous generation and will not be written
+            self.end_snapshot(); // the snapshot is of the previous generation and will not be written
         }
         for shard in &self.shards {
             let mut shard = shard.lock();

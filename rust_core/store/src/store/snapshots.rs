@@ -30,8 +30,8 @@ impl Store {
         Ok(())
     }
 
-    /// Release the rows of this snapshot, if they are held. If it is being written, all transfers are
-    /// cancelled, and its writer releases them soon.
+    /// Release the rows of the snapshot with this number, if they are held. If the snapshot is being written,
+    /// all transfers are cancelled, and the writer soon releases the rows.
     pub(super) fn abort(&self, number: u64) {
         loop {
             if self.writing.lock().is_some_and(|(of, _)| of == Some(number)) {
@@ -97,7 +97,7 @@ impl Store {
         }
         let threads = self.options.snapshot_threads;
         let (tables, shards) = (self.schema.tables.len(), self.options.shards.clone());
-        // Writing is not throttled while training waits for it.
+        // Writing is not throttled while pushes wait for the copy budget, or after a cancellation.
         let is_unthrottled = || self.copy_budget.is_full() || self.is_cancelled(start);
         let trained = || (!is_unthrottled()).then(|| self.counters.lock().rows());
         let check = || self.check_transfer(start);
@@ -105,7 +105,8 @@ impl Store {
             check().map_err(|source| Self::cancelled_at(dir, source))?;
             snapshot::write_shard_snapshot(dir, shard, &self.shards[shard], &self.schema, &check)
         };
-        // If a run began in the meantime and dropped the rows, the shards appeared to be empty.
+        // Check once more: if a run began in the meantime and dropped the rows, the remaining shards appeared
+        // to be empty.
         let accept = || check().map_err(|source| Self::cancelled_at(dir, source));
         let saved = snapshot::save(dir, tables, shards, threads, trained, write, accept);
         if saved.is_err() {

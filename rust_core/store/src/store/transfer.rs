@@ -22,8 +22,8 @@ impl Store {
         TransferStart(self.cancellations.0.load(Ordering::SeqCst))
     }
 
-    /// Cancel the transfers that have started, because no process needs their results any more. Each ends with an
-    /// error at its next check. This call does not wait for them.
+    /// Cancel the transfers that have started. Call this when no process needs their results any more. Each ends
+    /// with an error at its next check. This call does not wait for them.
     pub fn cancel_transfers(&self) {
         self.cancellations.0.fetch_add(1, Ordering::SeqCst);
     }
@@ -33,7 +33,7 @@ impl Store {
     }
 
     /// # Errors
-    /// The transfer has been cancelled.
+    /// `Other` if the transfer has been cancelled.
     pub(super) fn check_transfer(&self, start: TransferStart) -> io::Result<()> {
         if self.is_cancelled(start) {
             return Err(io::Error::other(

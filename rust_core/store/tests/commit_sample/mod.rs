@@ -38,7 +38,8 @@ pub(crate) fn table(
     }
 }
 
-/// The shards of a step. Two shards are the same at every step. The third differs.
+/// The shards of a step. Two of the shard numbers are equal at every step. The third depends on the step, as
+/// does the content of all shards.
 pub(crate) fn shards(step: u64) -> Vec<ShardRows> {
     [3, 10 + (step % 5) as usize, 200]
         .into_iter()

@@ -29,7 +29,8 @@ enum Op {
         mode: Mode,
         back: u64,
     },
-    /// Push gradients for the look-up `ago` requests earlier, for every `keep`-th id; `bad` is the position of a NaN.
+    /// Push gradients for the look-up `ago` requests earlier, for every `keep`-th id. `bad` is the position of an id
+    /// whose gradient is not finite.
     Push {
         ago: usize,
         keep: usize,

@@ -1,5 +1,5 @@
-//! PersiaML settings that this version does not support yet. Remove the line of a setting when the version
-//! supports it.
+//! PersiaML settings that Persia does not support yet. When Persia supports a setting, remove the line of the setting
+//! here.
 
 use super::tree::{Node, Value};
 

@@ -39,10 +39,10 @@ impl CallError {
         if is_transient_failure(failure) { Self::Transient(error) } else { Self::Permanent(error) }
     }
 
-    /// The error of a chunk in a reply.
+    /// The error of an invalid or damaged chunk in a reply.
     pub(super) fn of_chunk(remote: &Remote, error: ChunkError) -> Self {
         match error {
-            // The message of `BadShape` speaks of a request.
+            // The text of `BadShape` says that a request is malformed, so only `what` is used.
             ChunkError::Malformed(TablesError::BadShape { what }) => {
                 Self::incompatible(remote, format!("its reply is invalid: {what}"))
             }

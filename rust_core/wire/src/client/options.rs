@@ -43,7 +43,7 @@ pub struct ClientOptions {
     pub service: Service,
     /// The rank of this trainer, which prefers middleware `rank mod n`.
     pub rank: u32,
-    /// The job's secret. Without one, only processes in protected mode respond.
+    /// The job's secret. Without a secret, only processes in protected mode accept calls.
     pub secret: Option<Secret>,
     /// TLS for TCP connections.
     pub tls: Option<ClientTlsConfig>,

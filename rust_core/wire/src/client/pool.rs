@@ -70,8 +70,8 @@ impl Pool {
     }
 
     /// Return the rank's preferred peer or, if it has failed recently, the next peer that has not. If all
-    /// peers have failed recently, or no peer is known, first discover the peers again. If all of them have
-    /// failed recently, return the peer whose failure is the oldest.
+    /// peers have failed recently, or no peer is known, first discover the peers again. If all discovered
+    /// peers have failed recently, return the peer whose failure is the oldest.
     pub(super) async fn pick(&self, options: &ClientOptions) -> Result<Arc<Remote>, TablesError> {
         let fine = |remote: &Remote| remote.failed_at().is_none_or(|at| at.elapsed() >= PASSED_OVER);
         if !self.remotes.lock().iter().any(|remote| fine(remote)) {

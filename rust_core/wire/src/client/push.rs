@@ -154,7 +154,7 @@ impl Progress {
             let noun = if servers.len() == 1 { "server" } else { "servers" };
             CallError::unreachable(
                 remote,
-                format!("its reply has no result of {noun} {}", servers.join(", ")),
+                format!("its reply has no result for {noun} {}", servers.join(", ")),
             )
         }))
     }

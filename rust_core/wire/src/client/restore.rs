@@ -16,14 +16,16 @@ impl Caller {
             files: files.iter().cloned().map(Into::into).collect(),
             check_only: false,
         };
-        self.stats_by_server().await?; // all servers have answered, so one attempt is enough
+        // Check that all servers respond, because the request gets only one attempt.
+        self.stats_by_server().await?;
         let what = format!("restoring from {}", dir.display());
         self.administer(&what, self.one_admin_attempt(), &request).await.map(drop)
     }
 
     pub(super) async fn clear(&self) -> Result<(), TablesError> {
         let request = proto::ClearRequest { fence: self.fence() };
-        self.stats_by_server().await?; // all servers have answered, so one attempt is enough
+        // Check that all servers respond, because the request gets only one attempt.
+        self.stats_by_server().await?;
         // Make only one attempt, because a repeated request could arrive after later pushes and drop their rows.
         // Without a reply, the run is lost, and the next generation refuses the late request.
         self.administer("clearing the tables", self.one_admin_attempt(), &request).await.map(drop)

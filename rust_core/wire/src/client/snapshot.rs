@@ -31,7 +31,8 @@ impl Caller {
         number: Option<u64>,
     ) -> Result<Snapshot, TablesError> {
         let request = self.write_request(dir, number)?;
-        self.stats_by_server().await?; // all servers have answered, so one attempt is enough
+        // Check that all servers respond, because the request gets only one attempt.
+        self.stats_by_server().await?;
         let what = format!("writing the snapshot into {}", dir.display());
         self.administer(&what, self.one_admin_attempt(), &request).await.map(Snapshot::from)
     }

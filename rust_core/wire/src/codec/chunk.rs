@@ -135,6 +135,6 @@ pub(super) fn verify(chunk: &Chunk) -> Result<(), ChunkError> {
     }
     let Chunk { part, first, crc32c: sent, .. } = chunk;
     Err(ChunkError::Damaged {
-        what: format!("part {part}, item {first}: checksum {found:#010x}, the sender's is {sent:#010x}"),
+        what: format!("part {part}, item {first}: checksum {found:#010x}, but the sender's is {sent:#010x}"),
     })
 }

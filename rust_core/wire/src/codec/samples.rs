@@ -25,7 +25,7 @@ pub struct Samples {
     pub scale: f32,
 }
 
-/// The kind of request: a look-up has indices for each sample, a push has indices for each id.
+/// The kind of a request. A look-up has indices for each sample, and a push has indices for each id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestKind {
     /// A look-up, which sums rows for each sample.
@@ -91,10 +91,10 @@ impl Samples {
             return Err(format!("{samples} samples use no ids"));
         }
         if samples > MAX_BATCH_SIZE {
-            return Err(format!("{samples} samples, the limit is {MAX_BATCH_SIZE}"));
+            return Err(format!("{samples} samples, but the limit is {MAX_BATCH_SIZE}"));
         }
         if indices > MAX_OCCURRENCES {
-            return Err(format!("{indices} indices of ids, the limit is {MAX_OCCURRENCES}"));
+            return Err(format!("{indices} indices of ids, but the limit is {MAX_OCCURRENCES}"));
         }
         let checked = Self { samples, indices, per_sample_weights, factors, scale };
         let words =

@@ -30,7 +30,7 @@ pub struct TablePart {
     #[prost(message, optional, tag = "5")]
     pub samples: ::core::option::Option<Samples>,
 }
-/// Which ids of a part its samples use, in compressed sparse rows. The data are up to four lists of 4-byte
+/// The ids of a part that each sample uses, in compressed sparse rows. The data are up to four lists of 4-byte
 /// words:
 ///
 /// indices: for a look-up the positions of the ids of each sample; for a push the samples of each id
@@ -41,7 +41,7 @@ pub struct TablePart {
 pub struct Samples {
     #[prost(uint32, tag = "1")]
     pub samples: u32,
-    /// their number; a sample may use an id several times
+    /// number of indices; a sample may use an id several times
     #[prost(uint32, tag = "2")]
     pub indices: u32,
     /// f32; absent: all 1
@@ -50,7 +50,7 @@ pub struct Samples {
     /// f32; absent: all 1
     #[prost(bool, tag = "4")]
     pub factors: bool,
-    /// of a push: factor of the sums
+    /// in a push, the factor of all sums
     #[prost(float, tag = "5")]
     pub scale: f32,
 }
@@ -108,7 +108,7 @@ pub struct LookupReport {
     #[prost(uint64, tag = "3")]
     pub missing: u64,
 }
-/// Every row once, or every vector of a part with samples, in any order. Then the report.
+/// Every row once or, for a part with samples, every vector once, in any order. The report is the last message.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LookupReply {
     #[prost(oneof = "lookup_reply::Part", tags = "1, 2")]
@@ -134,7 +134,7 @@ pub struct PushHead {
     pub lr_factor: f32,
     #[prost(message, repeated, tag = "4")]
     pub parts: ::prost::alloc::vec::Vec<TablePart>,
-    /// of a retry: the servers that have not acknowledged; empty: all
+    /// in a retry, the servers that have not acknowledged the push; empty: all servers
     #[prost(uint32, repeated, tag = "5")]
     pub only: ::prost::alloc::vec::Vec<u32>,
 }
@@ -242,7 +242,7 @@ pub struct BeginRequest {
     /// persia_types::tables::Run as JSON, as in a checkpoint's manifest
     #[prost(string, tag = "4")]
     pub run: ::prost::alloc::string::String,
-    /// check, and change nothing: a middleware checks all servers before it begins on the first
+    /// only check: a middleware lets all servers check the run before it begins on the first server
     #[prost(bool, tag = "5")]
     pub check_only: bool,
 }
@@ -279,7 +279,7 @@ pub struct WriteSnapshotRequest {
     /// prepared snapshot, released afterwards, also on failure; absent: current rows
     #[prost(uint64, optional, tag = "3")]
     pub number: ::core::option::Option<u64>,
-    /// only check that files can be written there; held rows stay held
+    /// only check that files can be written into the directory; held rows stay held
     #[prost(bool, tag = "4")]
     pub check_only: bool,
 }
@@ -300,8 +300,8 @@ pub struct WriteSnapshotReply {
     #[prost(uint64, repeated, tag = "2")]
     pub rows: ::prost::alloc::vec::Vec<u64>,
 }
-/// The snapshot is part of the checkpoint in this directory. A server with a log truncates it to the snapshot, unless a newer
-/// one was prepared since.
+/// The snapshot is part of the checkpoint in this directory. A server with a log truncates the log to the snapshot,
+/// unless a newer snapshot has been prepared since.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct CommitSnapshotRequest {
     #[prost(message, optional, tag = "1")]
@@ -322,10 +322,10 @@ pub struct RestoreRequest {
     pub fence: ::core::option::Option<Fence>,
     #[prost(string, tag = "2")]
     pub directory: ::prost::alloc::string::String,
-    /// of all shards; a server reads those of its own
+    /// of all shards; a server reads those of its own shards
     #[prost(message, repeated, tag = "3")]
     pub files: ::prost::alloc::vec::Vec<File>,
-    /// read and check the files, and change nothing: as in BeginRequest
+    /// only read and check the files, as with check_only in BeginRequest
     #[prost(bool, tag = "4")]
     pub check_only: bool,
 }

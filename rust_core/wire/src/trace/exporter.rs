@@ -244,7 +244,7 @@ impl Queue {
             return true;
         }
         self.waiting.fetch_sub(1, Ordering::Relaxed);
-        self.lose(1, &format_args!("it accepts them too slowly, and {QUEUE} wait to be sent"));
+        self.lose(1, &format_args!("it accepts spans too slowly, and {QUEUE} spans wait to be sent"));
         false
     }
 

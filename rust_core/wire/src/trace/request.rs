@@ -13,8 +13,8 @@ use super::context::Context;
 use super::exporter::{Ended, Exporter, current};
 use crate::proto;
 
-/// A span that is recorded when it is dropped: as cancelled, unless [`Self::note`] or [`Self::end`] has recorded its
-/// result. It does nothing if its request is not traced.
+/// A span that is recorded when it is dropped. The span counts as cancelled unless [`Self::note`] or [`Self::end`] has
+/// recorded its result. If its request is not traced, no span is recorded.
 #[derive(Default)]
 pub struct RequestSpan(Option<Box<Open>>);
 

@@ -6,8 +6,9 @@ use std::time::Duration;
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// The pause after `failures` failed attempts: none after 0, then 0.1 s, doubling up to 5 s. Each pause is shortened
-/// by a random part of up to half, so that many clients do not reconnect at the same time.
+/// The pause after `failures` failed attempts: none after 0 failures, 0.1 s after one, and twice as long after each
+/// further failure, up to 5 s. Each pause is shortened at random by up to half, so that many clients do not reconnect
+/// at the same time.
 pub fn pause(failures: u32) -> Duration {
     let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
     let full = FIRST.saturating_mul(1 << doublings.min(16)).min(LONGEST);

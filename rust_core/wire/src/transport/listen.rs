@@ -24,7 +24,7 @@ use crate::settings::{Endpoint, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
 /// The time limit for a new connection to send the HTTP/2 preface or to begin TLS.
 const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time without a byte after which a connection is closed. A live peer responds to a ping before that.
+/// The time without a byte after which a connection is closed. A live peer responds to a ping within this time.
 const SILENCE: Duration =
     KEEPALIVE_INTERVAL.saturating_add(KEEPALIVE_TIMEOUT).saturating_add(Duration::from_secs(15));
 /// The size of the HTTP/2 connection preface, in bytes.
@@ -58,7 +58,7 @@ impl Drop for SocketFile {
 }
 
 impl Listener {
-    /// Bind `endpoint`. A socket file to which no process listens is replaced.
+    /// Bind `endpoint`. A socket file on which no process listens is replaced.
     ///
     /// # Errors
     /// The operating system's error, which does not name the endpoint.

@@ -42,12 +42,12 @@ fn a_malformed_reply_is_not_retried() {
 #[test]
 fn a_method_that_the_peer_does_not_have_is_named() {
     let running = start(&[]);
-    // The client takes the middleware at this address for a server.
+    // The client expects a server at this address, but a middleware listens there.
     let options = ClientOptions { service: Service::Server, ..running.options() };
     let client = WireTables::connect(options).unwrap();
     let asked = [
         (lookup(&client, &ids(10)).map(drop), "Lookup"),
-        (push(&client, &ids(10)).map(drop), "Stats"), // the number of servers is asked first
+        (push(&client, &ids(10)).map(drop), "Stats"), // a push first requests the number of servers
     ];
     for (result, method) in asked {
         let error = result.unwrap_err();

@@ -1,15 +1,16 @@
 //! Checkpoints in an object store, below a URL such as `s3://bucket/runs/census/step-500`.
 //!
 //! ```text
-//! <url>/.saving-8241/shard-003.arrow  1 every file is put below a random number, which no other attempt has: Upload
+//! <url>/.saving-8241/shard-003.arrow  1 every file is put below a random revision, which no other attempt has: Upload
 //! <url>/MANIFEST.json                 2 the manifest is put if it is still the one that this save found. This is the commit
 //! <url>/.saving-77/...                3 the files of other attempts are deleted
 //! <url>/../LATEST                     4 a hint: publish_latest
 //! ```
 //!
 //! Objects are never renamed, so a file stays where it was put. A reader finds it there by the revision in the manifest
-//! or, in a replica that was uploaded from a folder, next to the manifest. A listing may lag behind. It is therefore
-//! used only to find old checkpoints and files to delete, and never decides which files belong to a checkpoint.
+//! or, in a replica that was uploaded from a folder, next to the manifest. A listing may be out of date. It is
+//! therefore used only to find old checkpoints and files to delete, and never decides which files belong to a
+//! checkpoint.
 //!
 //! * [`ObjectSaver`]: writes one checkpoint
 //! * [`read`]: reads a file and checks it

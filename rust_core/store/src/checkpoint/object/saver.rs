@@ -19,7 +19,7 @@ use crate::checkpoint::names::{self, MANIFEST};
 /// folder increments the revision. The unused upper bits leave room for many such saves.
 const RANDOM_BITS: u32 = 52;
 
-/// The next step for a save that found a damaged manifest at its URL.
+/// The advice to a user whose save found a damaged manifest at its URL.
 const SAVE_ELSEWHERE: &str = "save to a different URL";
 
 /// A save below a URL. If it is dropped before [`ObjectSaver::commit`], it deletes its files.
@@ -41,11 +41,12 @@ impl ObjectSaver {
     ///
     /// # Errors
     /// `BadSave` if `dir` is not a URL; `Corrupt` or `Future` if the manifest at `dir` cannot be read,
-    /// because its files are then unknown; `Io`.
+    /// because the files to replace are then unknown; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
         let wrong = || CheckpointError::bad_save(dir, "expected a URL");
         let place = place(dir)?.ok_or_else(wrong)?;
-        // Training waits for this request. A save that fails here is retried later.
+        // Training waits for this request, so it is retried only twice. If it fails, the caller retries the
+        // save later.
         let hurried = Place::find(dir, Patience::Probe)?.ok_or_else(wrong)?;
         let found = hurried.get(MANIFEST, manifest::MAX_BYTES).map_err(CheckpointError::from);
         let previous = match found.map_err(|error| error.with_next(SAVE_ELSEWHERE))? {
@@ -121,8 +122,8 @@ impl ObjectSaver {
         self.published = true;
         let over = self.previous.as_ref().map(|(_, version)| version.clone());
         let put = self.dir.put_over(MANIFEST, text.clone().into_bytes(), over);
-        // If a response was lost and the request was repeated, the manifest found at the URL is the one put
-        // here.
+        // If a response was lost and the request was repeated, the manifest at the URL may be that of this
+        // save although the put did not return `Done`.
         if !matches!(put, Ok(Put::Done)) && !self.is_published(&text)? {
             put?;
             self.published = false; // the manifest was not put, so this save deletes its files
@@ -145,8 +146,8 @@ impl ObjectSaver {
         Ok(self.dir.get(MANIFEST, manifest::MAX_BYTES)?.is_some_and(|found| found.content == text.as_bytes()))
     }
 
-    /// Abandon the save without deleting its files, because another process may still write there. A later save or
-    /// [`prune`](crate::checkpoint::prune) deletes them.
+    /// Abandon the save without deleting its files. Call this if another process may still put files there. A
+    /// later save or [`prune`](crate::checkpoint::prune) deletes them.
     pub fn abandon(mut self) {
         self.abandoned = true;
     }
@@ -179,7 +180,7 @@ impl ObjectSaver {
             .filter(|name| staged(name).is_some_and(|revision| revision != manifest.revision))
             .collect();
         if let Some((previous, _)) = &self.previous {
-            // These names are known even if the listing lags behind.
+            // These names are known even if the listing is out of date.
             old.extend(previous.all().into_iter().map(|entry| entry.name));
             old.extend(previous.files.iter().map(|entry| entry.name.clone()));
         }

@@ -80,7 +80,7 @@ pub(in crate::checkpoint) fn prune(parent: &Place, keep_last: NonZeroUsize) -> R
             Ok(Some((manifest, written))) => whole.push((name, manifest, written)),
             Ok(None) => others.push(name),
             Err(error @ CheckpointError::Io { .. }) => return Err(error),
-            Err(_) => {} // damaged: it stays
+            Err(_) => {} // a damaged checkpoint is kept
         }
     }
     whole.sort_by_key(|(_, manifest, _)| {
@@ -101,8 +101,8 @@ pub(in crate::checkpoint) fn prune(parent: &Place, keep_last: NonZeroUsize) -> R
     Ok(removed)
 }
 
-/// The index of the first checkpoint that has all its files, if there is one. Their content is not read,
-/// because the store keeps it intact.
+/// The index of the first checkpoint that has all its files, if there is one. The content of the files is not
+/// read, because the store keeps it intact.
 fn first_whole(parent: &Place, found: &[(String, Manifest, i64)]) -> Result<Option<usize>> {
     for (index, (name, manifest, _)) in found.iter().enumerate() {
         if check_sizes(&parent.child(name), &manifest.all())?.is_empty() {
@@ -127,7 +127,7 @@ pub(in crate::checkpoint) fn remove(dir: &Place) -> Result<()> {
 
 fn remove_files(dir: &Place, manifest: &Manifest) -> Result<()> {
     dir.delete([MANIFEST.to_owned()])?;
-    // These names are known even if the listing lags behind.
+    // These names are known even if the listing is out of date.
     let mut files: Vec<String> = manifest.all().into_iter().map(|entry| entry.name).collect();
     files.extend(manifest.files.iter().map(|entry| entry.name.clone()));
     files.extend(staged_files(dir)?.into_iter().map(|(name, _)| name));

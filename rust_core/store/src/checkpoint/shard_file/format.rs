@@ -29,7 +29,7 @@ fn is_zero(number: &usize) -> bool {
     *number == 0
 }
 
-/// The columns of a file.
+/// The columns of the file of a shard.
 pub(super) fn fields() -> Vec<Field> {
     let table = DataType::Dictionary(Box::new(DataType::Int16), Box::new(DataType::Utf8));
     vec![

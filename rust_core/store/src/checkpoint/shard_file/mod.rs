@@ -16,7 +16,7 @@
 //! The admission counts of a table follow its rows in separate batches, in which `last_used` is the count and
 //! both lists are empty.
 //!
-//! The schema's metadata contains `persia.format`, `persia.shard` and `persia.tables`. The latter is JSON with the
+//! The schema's metadata contains `persia.format`, `persia.shard` and `persia.tables`. `persia.tables` is JSON with the
 //! name, dim, state_len and rows of each table, and the number of its admission counts (`waiting`) if it has any. Equal
 //! content produces equal bytes. The format is 1 without admission counts and 2 with them.
 

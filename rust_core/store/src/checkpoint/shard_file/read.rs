@@ -309,7 +309,7 @@ fn buffers<'a>(
     buffers.iter().map(|buffer| slice(body, buffer.offset(), buffer.length(), section)).collect()
 }
 
-/// The bytes to which `section` refers.
+/// The `length` bytes at `start`, a range that is stated in `section` of the file.
 fn slice<'a>(
     bytes: &'a [u8],
     start: i64,

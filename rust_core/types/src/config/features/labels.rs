@@ -40,7 +40,7 @@ fn read_label(reader: &mut Reader, name: &str, node: &Node, path: &str) -> Label
     };
     let loss = reader.choice(&section, &at("loss"), LOSSES).unwrap_or(Loss::Bce);
     if let (Loss::Mse, Some(node), false) = (loss, section.get("loss"), target == Target::Value) {
-        let message = "found `mse` for a label of 0 and 1; allowed: bce, or no greater_than and no equals";
+        let message = "found `mse` for a label of 0 and 1; allowed: bce, or omit greater_than and equals";
         reader.error(node.place, &at("loss"), message.into());
     }
     let weight = reader.number(&section, &at("weight"), 0.0..=f32::MAX).unwrap_or(1.0);

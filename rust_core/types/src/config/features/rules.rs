@@ -150,7 +150,8 @@ pub struct Sequence {
     pub last: u32,
 }
 
-/// A number that becomes the id of its interval. The interval's number is the count of the boundaries below it.
+/// A value that becomes the id of its interval. The number of the interval is the count of the boundaries below the
+/// value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bucket {
