@@ -289,7 +289,10 @@ def trainings(path: Path, folder: Path) -> dict[str, Read]:
 
 
 def compare(case: str, systems: Mapping[str, Read], seconds: float) -> None:
-    """Print rows per second of wall time of the last system, against those of the first, measured alternately."""
+    """Print the median rows per second of wall time of the last system, with those of the first as the reference.
+
+    The systems run alternately.
+    """
     found: dict[str, list[float]] = {name: [] for name in systems}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or any(len(each) < 3 for each in found.values()):

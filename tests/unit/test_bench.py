@@ -43,7 +43,7 @@ def program(text: str, *records: Record) -> list[str]:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
-    """Run ``benches/run.py`` with other parts. Records go to ``tmp_path/runs/bench.json``."""
+    """Run ``benches/run.py`` with the given parts instead of its own. Records go to ``tmp_path/runs/bench.json``."""
 
     def call(*words: str, **parts: Iterator[Record]) -> int:
         monkeypatch.setattr(run, "ROOT", tmp_path)

@@ -267,9 +267,9 @@ def test_uploads_that_were_not_completed_are_listed_and_aborted(
         now = datetime.now(timezone.utc)
         patch.setattr(multipart, "_listed", lambda *given: (replace(each, started=now) for each in listed(*given)))
         out, _ = verb("ckpt", "export", "--abort-uploads", URL)
-        assert "ok: aborted uploads that began at least 1d ago: 0, " in out and len(pending()) == 1, "it has just begun"
+        assert "ok: aborted uploads that began at least 1d ago: 0 (" in out and len(pending()) == 1, "it has just begun"
     out, _ = verb("ckpt", "export", "--abort-uploads", URL)
-    assert "dense.pt" in out and "ok: aborted uploads that began at least 1d ago: 1, " in out and pending() == []
+    assert "dense.pt" in out and "ok: aborted uploads that began at least 1d ago: 1 (" in out and pending() == []
     assert len(pending("s3://bucket")) == 1, "that of another prefix"
     assert len(multipart.abort("s3://bucket", timedelta(0), "again", lambda _: None)) == 1
     assert "unfinished uploads: 0, " in verb("ckpt", "export", "--list-uploads", URL)[0]

@@ -24,7 +24,7 @@ def rows(count: int = 500, seed: int = 0, distinct: int = 40) -> tuple[Floats, F
 
 
 def pairs(scores: Floats, labels: Floats, weights: Floats) -> float:
-    """The definition of the AUC: the share of pairs in the correct order."""
+    """The AUC by its definition: the weighted share of pairs of a positive and a negative that are in order."""
     order = whole = 0.0
     for one, other in itertools.product(range(len(scores)), repeat=2):
         if labels[one] == 1 and labels[other] == 0:

@@ -127,7 +127,7 @@ def test_it_can_be_allowed(host: Host, monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setenv(private.ALLOW, "1")
     private.check(PUBLIC, rank=0, backend="gloo")
     assert f"{PUBLIC}; connections between ranks are not encrypted" in caplog.text
-    assert "PERSIA_ALLOW_PUBLIC=1 allows it" in caplog.text
+    assert "because PERSIA_ALLOW_PUBLIC=1 is set" in caplog.text
 
 
 def test_the_doctor_says_it_before_a_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

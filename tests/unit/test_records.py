@@ -1,4 +1,4 @@
-"""Rows of files: every row of a part occurs once, in an order that depends on the seed, and a reader resumes."""
+"""Reading rows from files: each row of a part is read once, the order depends on the seed, a reader can resume."""
 
 import gzip
 import json

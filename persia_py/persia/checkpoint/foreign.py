@@ -48,11 +48,12 @@ def check_not_persiaml(directory: str | os.PathLike[str]) -> None:
     if found is None:
         return
     raise CheckpointError(
-        f"{folder} is a PersiaML checkpoint ({found.relative_to(folder)}), which cannot be loaded or converted: "
-        "its .emb files do not name the table or the optimizer of a row, and have ids modulo 2^(64 - "
-        "feature_index_prefix_bit), with the number of the feature group in the other bits",
+        f"{folder} is a PersiaML checkpoint ({found.relative_to(folder)}), which cannot be loaded or converted. "
+        "Its .emb files do not name the table or the optimizer of a row. Their ids are those of the data modulo "
+        "2^(64 - feature_index_prefix_bit), with the number of the feature group in the other bits",
         hint=(
-            "in PersiaML, look the ids up and write id and vector to a Parquet file for each table, then: "
-            "persia ckpt import FILE.parquet --table T -o DIR; load its dense.pt by ctx.load_torch_state_dict"
+            "in PersiaML, look up the ids of the data, and write the ids and their vectors to one Parquet file for "
+            "each table; then run: persia ckpt import FILE.parquet --table T -o DIR; load the model from the dense.pt "
+            "of the PersiaML checkpoint with ctx.load_torch_state_dict"
         ),
     )

@@ -45,7 +45,7 @@ def abort(url: str, older: timedelta, text: str) -> None:
     again = f"persia ckpt export --abort-uploads {shlex.quote(url)} --older {text}"
     aborted = multipart.abort(url, older, again, lambda each: typer.echo(_line(url, each)))
     size = sum(sum(each.sizes) for each in aborted)
-    typer.echo(f"ok: aborted uploads that began at least {text} ago: {len(aborted)}, {size:,} bytes")
+    typer.echo(f"ok: aborted uploads that began at least {text} ago: {len(aborted)} ({size:,} bytes)")
 
 
 def _line(url: str, upload: "Upload") -> str:

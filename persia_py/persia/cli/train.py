@@ -45,7 +45,7 @@ def train(
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run after its newest checkpoint.")] = False,
     baseline: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also train this model on the same rows: lightgbm.")
+        str | None, typer.Option(metavar="NAME", help="Also train a baseline on the rows of the run: lightgbm.")
     ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="Train on one batch, evaluate and save, and leave no file.")

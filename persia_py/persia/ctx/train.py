@@ -246,7 +246,7 @@ class TrainCtx(StepCtx):
         return self._loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Iterate over the indices of the unfinished epochs. The body of the loop has one training loop.
+        """Iterate over the indices of the unfinished epochs. The body of the loop must have only one training loop.
 
         ::
 

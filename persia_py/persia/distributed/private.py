@@ -34,7 +34,7 @@ def check(address: str, *, rank: int, backend: str) -> None:
         return
     if not settings.allow_public:
         raise error
-    _logger.warning("%s; %s=1 allows it", error, ALLOW)
+    _logger.warning("%s; the ranks connect nevertheless, because %s=1 is set", error, ALLOW)
 
 
 def problem(address: str, *, rank: int, backend: str) -> UsageError | None:

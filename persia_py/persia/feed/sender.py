@@ -93,7 +93,8 @@ class Sender:
                 said = sizes
                 if sizes:
                     _logger.warning(
-                        "the trainers of job %s disagree on the number of ranks: %s; waiting until they agree",
+                        "the trainers of job %s disagree on the number of ranks: %s; waiting until they agree; "
+                        "next: if this continues, give every trainer the same --nnodes and --nproc-per-node",
                         job,
                         ", ".join(map(str, sorted(sizes))),
                     )

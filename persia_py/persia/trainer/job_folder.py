@@ -60,7 +60,7 @@ class JobFolder(RunFolder):
 
     @property
     def checkpoints(self) -> Place:
-        """The folder or the URL of the run's checkpoints, on rank 0."""
+        """The folder or the URL of the run's checkpoints. Valid only on rank 0."""
         return below(settings.checkpoint_root or self.path, job.run_name())
 
     def note_checkpoints(self) -> None:
@@ -68,13 +68,13 @@ class JobFolder(RunFolder):
         self.write_json(FACTS, {**self.read_json(FACTS), "checkpoints": str(self.checkpoints)})
 
     def saves(self, config: Config) -> Place:
-        """Return the folder or the URL of the checkpoints, on rank 0."""
+        """Return the folder or the URL of the checkpoints. Valid only on rank 0."""
         del config
         return self.checkpoints
 
     @property
     def best(self) -> Place:
-        """The folder or the URL below which the best checkpoint is, on rank 0."""
+        """The folder or the URL below which the best checkpoint is. Valid only on rank 0."""
         return self.checkpoints / BEST
 
     def name_latest(self) -> None:

@@ -274,7 +274,7 @@ impl Node {
         Ok(())
     }
 
-    /// Make `generation` the highest, durably if there is a data directory.
+    /// Record `generation` as the highest that began on this server; on the disk too, if there is a data directory.
     fn set_generation(&self, generation: u64) -> Result<(), TablesError> {
         self.generation.set(generation).map_err(|error| self.on_this_host(error))
     }

@@ -169,11 +169,13 @@ fn adagrad(row: &mut [f32], gradient: &[f32], lr: f32, eps: f32) {
     let (weights, sums) = row.split_at_mut(gradient.len());
     let blocks = weights.as_chunks_mut::<16>().0.iter_mut().zip(sums.as_chunks_mut::<16>().0);
     for ((weights, sums), gradient) in blocks.zip(gradient.as_chunks::<16>().0) {
+        // Copies, because the compiler does not use vector instructions otherwise.
+        let (mut new_weights, mut new_sums) = (*weights, *sums);
         for lane in 0..16 {
-            let gradient = gradient[lane];
-            weights[lane] -= lr * gradient / (sums[lane] + eps).sqrt();
-            sums[lane] += gradient * gradient;
+            new_weights[lane] -= lr * gradient[lane] / (new_sums[lane] + eps).sqrt();
+            new_sums[lane] += gradient[lane] * gradient[lane];
         }
+        (*weights, *sums) = (new_weights, new_sums);
     }
 }
 
@@ -183,10 +185,12 @@ fn row_wise(row: &mut [f32], gradient: &[f32], lr: f32, eps: f32) {
     let rate = lr / (sum[0] + eps).sqrt();
     let mut squares = [0.0; 16];
     for (weights, gradient) in weights.as_chunks_mut::<16>().0.iter_mut().zip(gradient.as_chunks::<16>().0) {
+        let mut new_weights = *weights;
         for lane in 0..16 {
-            weights[lane] -= rate * gradient[lane];
+            new_weights[lane] -= rate * gradient[lane];
             squares[lane] += gradient[lane] * gradient[lane];
         }
+        *weights = new_weights;
     }
     sum[0] += squares.iter().sum::<f32>() / gradient.len() as f32;
 }
@@ -198,12 +202,14 @@ fn adam(row: &mut [f32], gradient: &[f32], [lr, beta1, beta2, eps]: [f32; 4]) {
     let blocks = weights.as_chunks_mut::<16>().0.iter_mut().zip(means.as_chunks_mut::<16>().0);
     let blocks = blocks.zip(squares.as_chunks_mut::<16>().0).zip(gradient.as_chunks::<16>().0);
     for (((weights, means), squares), gradient) in blocks {
+        let (mut new_weights, mut new_means, mut new_squares) = (*weights, *means, *squares);
         for lane in 0..16 {
             let gradient = gradient[lane];
-            means[lane] = beta1 * means[lane] + (1.0 - beta1) * gradient;
-            squares[lane] = beta2 * squares[lane] + (1.0 - beta2) * gradient * gradient;
-            weights[lane] -= lr * means[lane] / (squares[lane].sqrt() + eps);
+            new_means[lane] = beta1 * new_means[lane] + (1.0 - beta1) * gradient;
+            new_squares[lane] = beta2 * new_squares[lane] + (1.0 - beta2) * gradient * gradient;
+            new_weights[lane] -= lr * new_means[lane] / (new_squares[lane].sqrt() + eps);
         }
+        (*weights, *means, *squares) = (new_weights, new_means, new_squares);
     }
 }
 

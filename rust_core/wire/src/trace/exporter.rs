@@ -33,7 +33,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// last batch, and the second one if it did not.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 const LAST_TRY: Duration = Duration::from_secs(1);
-/// The number of times that the two clocks are read in order to relate them.
+/// The number of times that [`time_of`] reads the monotonic and the wall clock to find their difference.
 const READINGS: usize = 3;
 
 static EXPORTER: RwLock<Option<Arc<Exporter>>> = RwLock::new(None);

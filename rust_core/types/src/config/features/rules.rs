@@ -126,7 +126,7 @@ pub enum IfMissing {
     Skip,
 }
 
-/// A list whose values become ids.
+/// A list, or a string that a separator divides, whose values become ids.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bag {
