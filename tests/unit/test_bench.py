@@ -117,7 +117,7 @@ def test_an_error_of_a_part_is_told_for_all_it_measures(
     assert main("--quick", loopback=broken(), startup=iter([GOOD])) == 3
     assert [each.get("failed") for each in recorded(tmp_path)] == [None, *["LookupError: no such peer"] * 2, None]
     captured = capsys.readouterr()
-    assert "failed servers --only loopback: LookupError: no such peer" in captured.out
+    assert "failed scale --only loopback: LookupError: no such peer" in captured.out
     assert "Traceback" in captured.err
 
 
