@@ -88,7 +88,11 @@ impl TraceSettings {
             return bad(variable, protocol, what);
         }
         if let Some((variable, name)) = first(COMPRESSION).filter(|(_, name)| name != "none") {
-            return bad(variable, name, "expected the value none, because spans are sent without compression");
+            return bad(
+                variable,
+                name,
+                "expected the value none, because spans are sent without compression",
+            );
         }
         let authority = match first(CERTIFICATE) {
             None => None,
