@@ -132,7 +132,7 @@ def check_versions(said: str, version: str, revision: str) -> None:
 
 
 def check_summary(folder: Path) -> float:
-    """Return the AUC of the only run in a folder.
+    """Check that the run in a folder is finished and has learned enough, and return its AUC.
 
     Raises:
         ReleaseError: The run is not finished, or has learned too little.

@@ -328,7 +328,7 @@ class Backend(ABC):
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
+        """Whether this process writes and loads checkpoints. Of several ranks, only rank 0 does."""
         return True
 
     def check_alone(self, what: str) -> None:

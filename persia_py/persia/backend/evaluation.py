@@ -47,7 +47,7 @@ class EvaluationReport:
 
     @property
     def slot_shares(self) -> dict[str, float]:
-        """The share of ids without a row of each slot, from 0 to 1, largest first."""
+        """For each slot that had ids, the share of its ids without a row, from 0 to 1; the largest share first."""
         shares = {slot: missing / ids for slot, (ids, missing) in self.slots.items() if ids}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 

@@ -350,7 +350,7 @@ class RemoteBackend(Backend):
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
+        """Whether this process is rank 0, which writes and loads checkpoints."""
         return settings.rank == 0
 
     def check_alone(self, what: str) -> None:

@@ -45,7 +45,7 @@ def export(
         typer.Option(
             "--transform",
             metavar="FILE",
-            help="With --checkpoint: the transform.json of its run. Default: features are fitted again.",
+            help="With --checkpoint: the transform.json of the run that wrote it. Default: features are fitted again.",
         ),
     ] = None,
 ) -> None:

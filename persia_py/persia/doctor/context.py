@@ -40,7 +40,7 @@ class Context:
     """The files of a folder that go into a container.
 
     Attributes:
-        folder: The folder.
+        folder: The folder whose files are copied into the container.
         files: The files, and links to them, relative to the folder.
         bytes: The total size of the files.
         skipped: Entries that cannot be copied into a container, as ``NAME: WHY``.

@@ -27,7 +27,7 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
 
     if isinstance(output, Mapping):
         if absent := [name for name in labels if name not in output]:
-            raise DataError(f"the model's output has no label {', '.join(absent)}; it has {', '.join(output)}")
+            raise DataError(f"the model's output lacks the labels {', '.join(absent)}; it has {', '.join(output)}")
         parts = [output[name] for name in labels]
     elif isinstance(output, torch.Tensor):
         whole = output.unsqueeze(1) if output.dim() == 1 else output

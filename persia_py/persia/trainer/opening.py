@@ -71,7 +71,7 @@ class OpenRun:
         resumed: RunFolder | None,
     ) -> None:
         self._config = config = config if isinstance(source, IterableDataset) else with_train(config, source)
-        self._budget = Budget(config.budget)  # created first, because fitting the features is part of the cost
+        self._budget = Budget(config.budget)  # starts the clock: fitting counts towards the cost
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
         folder = resumed or (None if self._in_job else RunFolder.new(config))
