@@ -209,7 +209,7 @@ mod tests {
             ),
             (
                 &[URL, ("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")],
-                "OTEL_EXPORTER_OTLP_COMPRESSION=gzip: expected none",
+                "OTEL_EXPORTER_OTLP_COMPRESSION=gzip: expected the value none",
             ),
             (&[URL, ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/gone")], "OTEL_EXPORTER_OTLP_CERTIFICATE=/gone: "),
         ];
