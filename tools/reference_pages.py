@@ -116,7 +116,7 @@ def _table(kind: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text on one line, without marks of Markdown except those of code."""
+    """Return a text on one line, with the special characters of Markdown escaped, except in code."""
     parts = re.split(r"(``?[^`]+``?)", " ".join(text.split()))
     marks = r"([*<|]|(?<!\w)_|_(?!\w))"
     return "".join(part.replace("``", "`") if part.startswith("`") else re.sub(marks, r"\\\1", part) for part in parts)

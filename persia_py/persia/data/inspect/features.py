@@ -215,7 +215,7 @@ def _id(column: Column, names: _Names) -> Feature:
 
 
 def _is_code(column: Column, roles: Roles) -> bool:
-    """Whether integers are identifiers rather than amounts."""
+    """Whether the integers of a column are codes or identifiers rather than amounts."""
     return (column.exact and column.distinct <= FEW) or _is_name(column, roles)
 
 

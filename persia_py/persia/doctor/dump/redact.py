@@ -243,7 +243,7 @@ class Redactor:
     def _hides(self, name: str, value: str) -> bool:
         is_batch = _PUSH_TOKEN.fullmatch(value) is not None
         is_folder = name == "PWD" and value.startswith("/")
-        is_named = is_secret(name) or name == "PWD"  # PWD may be the end of a secret's name, such as SMTP_PWD
+        is_named = is_secret(name) or name == "PWD"  # of SMTP_PWD, the name is only PWD
         return is_named and not is_folder and not is_batch and value.lower() not in _PLAIN
 
 
