@@ -98,8 +98,8 @@ def up(file: Path, overrides: Sequence[str], sizes: Sizes) -> int:
     if not is_persia_yml(file):
         raise UsageError(f"--set: {file} is not a persia.yml", hint=f"change the values in {file}")
     config = load_config(file, overrides)
-    command = up_command(file, sizes, _without_name(config))
-    alone = f"persia train {shlex.quote(str(file))}{_set(_without_name(config))}"
+    changes = _set(_without_name(config))
+    command, alone = f"{up_command(file, sizes)}{changes}", f"persia train {shlex.quote(str(file))}{changes}"
     with one_batch.private_folder() as folder:
         job_config = _job(config, folder, sizes, command)
         commands = Commands(f"{command} --name NAME", f"{command} --name {job_config.job}", alone)

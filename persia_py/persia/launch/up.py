@@ -4,7 +4,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,13 +77,12 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
     return run_job(config, path, Commands(new, again, f"persia train {shlex.quote(str(config.config))}"))
 
 
-def up_command(path: Path, sizes: Sizes, overrides: Sequence[str] = ()) -> str:
+def up_command(path: Path, sizes: Sizes) -> str:
     """Return the command that starts a job, without the name of the run."""
     numbers = {"servers": sizes.servers, "middlewares": sizes.middlewares, "data-compose": sizes.data_compose}
     given = {**numbers, "ranks": sizes.ranks}
     options = "".join(f" --{name} {number}" for name, number in given.items() if number is not None)
-    changes = "".join(f" --set {shlex.quote(each)}" for each in overrides)
-    return f"persia up {shlex.quote(str(path))}{options}{changes}"
+    return f"persia up {shlex.quote(str(path))}{options}"
 
 
 def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> int:
