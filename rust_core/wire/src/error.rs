@@ -130,9 +130,10 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
     match status.code() {
         Code::Unauthenticated | Code::PermissionDenied => TablesError::Refused { peer, what },
         Code::DeadlineExceeded => TablesError::Timeout { peer, what },
-        Code::Unimplemented => {
-            TablesError::Incompatible { peer, what: format!("it does not have the called method: {what}") }
-        }
+        Code::Unimplemented => TablesError::Incompatible {
+            peer,
+            what: format!("it does not implement the called method: {what}"),
+        },
         Code::InvalidArgument => TablesError::BadShape { what },
         // A message exceeds the limit only if it has the statistics of tens of thousands of tables over all servers,
         // or if the peer is of another build.

@@ -104,7 +104,7 @@ impl RequestLog {
     pub(super) fn base(&self) -> Result<Option<WalBase>, String> {
         let Some(base) = self.wal.base()? else { return Ok(None) };
         let base: WalBase = serde_json::from_slice(&base)
-            .map_err(|error| format!("the base of the log is malformed: {error}"))?;
+            .map_err(|error| format!("the file `base` of the log is malformed: {error}"))?;
         if base.owner != self.owner {
             let shown = |owner: &Owner| {
                 let Owner { version, index, servers, capacity } = owner;

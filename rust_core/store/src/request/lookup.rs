@@ -254,13 +254,13 @@ impl<O: Output> ReadBatch<'_, '_, '_, O> {
         let Self { batch, part, layout, found, output, step } = self;
         let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
         found.find::<L>(&batch, number, part.ids.ids());
-        let prefetcher = batch.prefetcher(number, found, oldest > 0, |_| false);
-        prefetcher.start(words);
+        let rows = batch.rows(number, found, words, oldest > 0, |_| false);
+        rows.start();
         let mut hits = 0;
         for (shard, range) in batch.shards.iter().zip(batch.ranges) {
             let table = &shard.tables[number];
             for at in range.clone() {
-                prefetcher.advance(at, words);
+                rows.advance(at);
                 let row_index = found.get(at);
                 if row_index == NO_ROW {
                     continue;

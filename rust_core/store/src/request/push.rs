@@ -230,14 +230,14 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
         // If rows have left the shard since the row indices were found, the indices must be checked.
         let is_stale =
             |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_count());
-        let prefetcher = batch.prefetcher(number, found, true, is_stale);
+        let rows = batch.rows(number, found, stride, true, is_stale);
         let stale: [bool; BATCH_IDS] =
             std::array::from_fn(|shard| shard < batch.shards.len() && is_stale(shard));
-        prefetcher.start(stride);
+        rows.start();
         for ((shard, range), stale) in batch.shards.iter_mut().zip(batch.ranges).zip(stale) {
             let table = &mut shard.tables[number];
             for at in range.clone() {
-                prefetcher.advance(at, stride);
+                rows.advance(at);
                 if let Gradients::Samples(samples) = &part.gradients {
                     samples.fetch_ahead(at);
                 }
@@ -275,12 +275,15 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
         let PartPush { push, index, found, scratch, outcome, .. } = part;
         let (push, Outcome { report, failed }) = (*push, &mut **outcome);
         let (part, update) = (&push.tables[*index], &push.updates[*index]);
-        let number = part.table;
+        let (number, ids, found) = (part.table, part.ids.ids(), *found);
+        let buckets = batch.buckets(number, ids, |at| found.get(at) == NO_ROW);
+        buckets.start();
         for (shard, at) in ShardBatch::walk(batch.ranges) {
+            buckets.advance(at);
             if found.get(at) != NO_ROW {
                 continue;
             }
-            let (shard, id) = (&mut *batch.shards[shard], part.ids.ids()[at]);
+            let (shard, id) = (&mut *batch.shards[shard], ids[at]);
             let row_index = shard.tables[number].find::<L>(id);
             match push.admit(shard, number, id, row_index, scratch, report) {
                 Ok(Some(row_index)) => {

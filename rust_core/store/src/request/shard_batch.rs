@@ -7,16 +7,23 @@
 use std::ops::Range;
 
 use parking_lot::{Mutex, MutexGuard};
-use persia_kernels::rows_ahead;
 use persia_types::id::hash_id;
 use persia_types::{Id, ShardedIds};
 
 use crate::request::row_index_cache::TableRows;
-use crate::shard::{NO_ROW, Shard};
+use crate::shard::{Bucket, NO_ROW, Shard};
 use crate::simd::{Lanes, prefetch, prefetch_row};
 
-/// The maximum number of ids of a batch. Their buckets stay in the first-level cache from prefetch to use.
+/// The maximum number of ids of a batch.
 pub(super) const BATCH_IDS: usize = 256;
+/// The number of ids by which the prefetch of a bucket is ahead.
+const BUCKETS_AHEAD: usize = 24;
+
+/// The number of ids by which the prefetch of a row of `len` floats is ahead.
+#[inline(always)]
+fn rows_ahead(len: usize) -> usize {
+    (4_096 / len.max(1)).clamp(8, 16)
+}
 
 /// The ids of a batch of one table, whose shards are locked.
 pub(super) struct ShardBatch<'a, 's> {
@@ -39,77 +46,154 @@ impl<'s> ShardBatch<'_, 's> {
         self.shards.iter().zip(self.ranges.iter().cloned())
     }
 
-    /// Find the row indices of all ids, after prefetching the first bucket of each.
+    /// The position of the first id.
+    #[inline(always)]
+    fn first(&self) -> usize {
+        self.ranges.first().map_or(0, |range| range.start)
+    }
+
+    /// Find the row indices of all ids.
     #[inline(always)]
     pub(super) fn find<L: Lanes>(&self, table: usize, ids: &[Id], rows: TableRows<'_>) {
-        for (shard, range) in self.shards() {
-            let index = &shard.tables[table].index;
-            for id in &ids[range] {
-                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
-            }
-        }
+        let buckets = self.buckets(table, ids, |_| true);
+        buckets.start();
         for (shard, range) in self.shards() {
             let table = &shard.tables[table];
             for at in range {
+                buckets.advance(at);
                 rows.set(at, table.find::<L>(ids[at]));
             }
         }
     }
 
-    /// A prefetcher for the rows that were found. Prefetches their recency if `recency` is set. In shards for
-    /// which `is_stale` is true, prefetches their recency and ids. `is_stale` takes an index into
-    /// [`Self::shards`].
+    /// The first bucket of each id whose position is `searched`.
     #[inline(always)]
-    pub(super) fn prefetcher(
+    pub(super) fn buckets(
+        &self,
+        table: usize,
+        ids: &[Id],
+        searched: impl Fn(usize) -> bool,
+    ) -> Prefetches<Bucket> {
+        let mut buckets = Prefetches::new(self.first(), BUCKETS_AHEAD, 1);
+        for (shard, range) in self.shards() {
+            let index = &shard.tables[table].index;
+            for at in range.filter(|at| searched(*at)) {
+                buckets.set(at, index.buckets(), index.home(hash_id(ids[at])));
+            }
+        }
+        buckets
+    }
+
+    /// The first `len` floats of the rows that were found, and their recency if `recency` is set. In shards for
+    /// which `is_stale` is true, also their recency and ids. `is_stale` takes an index into [`Self::shards`].
+    #[inline(always)]
+    pub(super) fn rows(
         &self,
         table: usize,
         found: TableRows<'_>,
+        len: usize,
         recency: bool,
         is_stale: impl Fn(usize) -> bool,
-    ) -> Prefetcher {
-        let first = self.ranges.first().map_or(0, |range| range.start);
-        let mut rows = [std::ptr::null(); BATCH_IDS];
+    ) -> RowPrefetches {
+        let (first, ahead) = (self.first(), rows_ahead(len));
+        let any_stale = (0..self.shards.len()).any(&is_stale);
+        let mut rows = Prefetches::new(first, ahead, len);
+        let mut last_used = (recency || any_stale).then(|| Prefetches::new(first, ahead, 1));
+        let mut ids = any_stale.then(|| Prefetches::new(first, ahead, 1));
         for (number, (shard, range)) in self.shards().enumerate() {
             let table = &shard.tables[table];
-            let (start, stride) = (table.rows().as_ptr(), table.layout().stride());
+            let stride = table.layout().stride();
             let stale = is_stale(number);
             for at in range {
                 let row_index = found.get(at);
-                if row_index != NO_ROW {
-                    rows[at - first] = start.wrapping_add(row_index as usize * stride);
-                    if recency || stale {
-                        prefetch(table.last_used(), row_index as usize, 1);
-                    }
-                    if stale {
-                        prefetch(table.ids(), row_index as usize, 1);
-                    }
+                if row_index == NO_ROW {
+                    continue;
+                }
+                let row_index = row_index as usize;
+                rows.set(at, table.rows(), row_index * stride);
+                if let Some(last_used) = &mut last_used {
+                    last_used.set(at, table.last_used(), row_index);
+                }
+                if let Some(ids) = ids.as_mut().filter(|_| stale) {
+                    ids.set(at, table.ids(), row_index);
                 }
             }
         }
-        Prefetcher { first, rows }
+        RowPrefetches { rows, last_used, ids }
     }
 }
 
-/// The addresses of a batch's rows. Each row is prefetched [`rows_ahead`] ids before its use, because the cache does
-/// not hold all rows at once. The address of a missing row is null. Addresses are never dereferenced.
-pub(super) struct Prefetcher {
+/// Addresses that are prefetched for the ids of a batch, each a few ids before its use. To prefetch more at a time
+/// takes longer, because a core waits for few cache lines at once.
+pub(super) struct Prefetches<T> {
+    /// The position of the first id.
     first: usize,
-    rows: [*const f32; BATCH_IDS],
+    /// The number of ids by which a prefetch is ahead.
+    ahead: usize,
+    /// The number of values at each address.
+    len: usize,
+    /// The address for each id, or null. Addresses are never dereferenced.
+    addresses: [*const T; BATCH_IDS],
 }
 
-impl Prefetcher {
-    /// Prefetch the first `len` floats of the first rows.
+impl<T> Prefetches<T> {
     #[inline(always)]
-    pub(super) fn start(&self, len: usize) {
-        let first = self.rows[..rows_ahead(len)].iter();
-        first.filter(|row| !row.is_null()).for_each(|row| prefetch_row(*row, len));
+    fn new(first: usize, ahead: usize, len: usize) -> Self {
+        Self { first, ahead, len, addresses: [std::ptr::null(); BATCH_IDS] }
     }
 
-    /// Prefetch the first `len` floats of the row that is [`rows_ahead`] ids after position `at`.
     #[inline(always)]
-    pub(super) fn advance(&self, at: usize, len: usize) {
-        if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)).filter(|row| !row.is_null()) {
-            prefetch_row(*row, len);
+    fn set(&mut self, at: usize, values: &[T], index: usize) {
+        self.addresses[at - self.first] = values.as_ptr().wrapping_add(index);
+    }
+
+    /// Prefetch for the first ids.
+    #[inline(always)]
+    pub(super) fn start(&self) {
+        self.addresses[..self.ahead].iter().for_each(|address| self.prefetch(*address));
+    }
+
+    /// Prefetch for the id that is a few ids after position `at`.
+    #[inline(always)]
+    pub(super) fn advance(&self, at: usize) {
+        if let Some(address) = self.addresses.get(at - self.first + self.ahead) {
+            self.prefetch(*address);
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, address: *const T) {
+        if !address.is_null() {
+            prefetch_row(address, self.len);
+        }
+    }
+}
+
+/// The addresses of a batch's rows, and of what is read with them.
+pub(super) struct RowPrefetches {
+    rows: Prefetches<f32>,
+    last_used: Option<Prefetches<u32>>,
+    ids: Option<Prefetches<u64>>,
+}
+
+impl RowPrefetches {
+    /// Prefetch for the first ids.
+    #[inline(always)]
+    pub(super) fn start(&self) {
+        self.rows.start();
+        self.last_used.iter().for_each(Prefetches::start);
+        self.ids.iter().for_each(Prefetches::start);
+    }
+
+    /// Prefetch for the id that is a few ids after position `at`.
+    #[inline(always)]
+    pub(super) fn advance(&self, at: usize) {
+        self.rows.advance(at);
+        if let Some(last_used) = &self.last_used {
+            last_used.advance(at);
+        }
+        if let Some(ids) = &self.ids {
+            ids.advance(at);
         }
     }
 }

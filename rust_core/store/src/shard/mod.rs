@@ -4,11 +4,11 @@
 //!
 //! * [`table`]: the rows of one table; [`row`]: how a row is stored
 //! * [`index`]: maps ids to row indices
-//! * [`region`]: growable arrays; [`buddy_allocator`]: the memory of small arrays
+//! * [`region`]: growable arrays; [`block_allocator`]: the memory of small arrays
 //! * [`cow_snapshot`]: the rows at one point in time; [`copy_budget`]: the limit for copies of rows
 //! * [`export`]: copies rows for a checkpoint
 
-mod buddy_allocator;
+mod block_allocator;
 mod copy_budget;
 mod cow_snapshot;
 mod export;
@@ -23,7 +23,7 @@ use persia_types::limits::COUNTED_IDS_PER_SHARD;
 
 use crate::simd::Portable;
 pub(crate) use copy_budget::CopyBudget;
-pub(crate) use index::NO_ROW;
+pub(crate) use index::{Bucket, NO_ROW};
 use region::OutOfMemory;
 #[cfg(test)]
 pub(crate) use region::refusal;

@@ -1,8 +1,9 @@
 //! [`Region`]: a growable array of zeros. A large region uses physical memory only where it has been written.
 //!
 //! Each table has regions for rows, ids, recency and its indexes in every shard, so hundreds of thousands of regions
-//! may exist. Small regions are blocks of one [`BuddyAllocator`] on huge pages, so that the translation look-aside
-//! buffer covers the addresses of small tables. A large region is a separate mapping, aligned to a huge page. Its
+//! may exist. A region of up to a huge page is a block of one [`BlockAllocator`]. All blocks are on huge pages, so that
+//! the translation look-aside buffer covers more addresses. A larger region is a separate mapping, aligned to a huge
+//! page. Its
 //! untouched part uses no physical memory, and it grows by moving page tables, not bytes. Its pages are collapsed
 //! into a huge page only when all of them have been written, so that a huge page is never half empty.
 
@@ -16,12 +17,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::shard::buddy_allocator::{BuddyAllocator, CHUNK, GRAIN};
+use crate::shard::block_allocator::{BlockAllocator, GRAIN};
 
-/// The size in bytes up to which a region is a block of the allocator.
-const BLOCK_MAX: usize = 64 << 10;
 /// The size of a huge page, for which one entry of the translation look-aside buffer suffices.
-const HUGE_PAGE: usize = CHUNK;
+const HUGE_PAGE: usize = 2 << 20;
+/// The size in bytes up to which a region is a block of the allocator.
+const BLOCK_MAX: usize = HUGE_PAGE;
+/// The size of the mappings that the allocator divides into blocks. Only their used pages are resident.
+const ARENA: usize = 32 * HUGE_PAGE;
 /// The size of a page, which the operating system allocates at the first write.
 const PAGE: usize = 4 << 10;
 
@@ -85,8 +88,8 @@ impl<T: Plain> Region<T> {
         Ok(Self { start, bytes, elements: PhantomData })
     }
 
-    /// Grow to at least `len` elements. New elements are zero. A block is resident as a whole, so it grows by
-    /// an eighth to a quarter. Only the written pages of a mapping are resident, so it doubles.
+    /// Grow to at least `len` elements. New elements are zero. A block is resident as a whole, so it grows by a
+    /// sixteenth to an eighth. Only the written pages of a mapping are resident, so it doubles.
     pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
         let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
         if need <= self.bytes {
@@ -94,11 +97,12 @@ impl<T: Plain> Region<T> {
         }
         let doubled = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?;
         if need <= BLOCK_MAX {
-            let bytes = need.next_multiple_of((doubled / 8).max(GRAIN));
+            let bytes = need.next_multiple_of((doubled / 16).max(GRAIN));
             *self = self.copied_into(allocate(bytes)?, bytes);
         } else if self.bytes <= BLOCK_MAX {
-            let bytes = doubled.max(HUGE_PAGE);
-            *self = self.copied_into(map(bytes)?, bytes);
+            let (start, full) = (map(doubled)?, self.bytes / HUGE_PAGE * HUGE_PAGE);
+            advise(start, full, libc::MADV_HUGEPAGE);
+            *self = self.copied_into(start, doubled);
             // Some systems back every mapping with huge pages by default.
             advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         } else {
@@ -191,8 +195,8 @@ impl<T: Plain> Drop for Region<T> {
     }
 }
 
-/// The free blocks for the small regions of all tables.
-static BLOCKS: Mutex<BuddyAllocator> = Mutex::new(BuddyAllocator::new());
+/// The free memory for the blocks of all tables.
+static BLOCKS: Mutex<BlockAllocator> = Mutex::new(BlockAllocator::new());
 
 /// Allocate a block of zeros. `bytes` is a multiple of [`GRAIN`] and at most [`BLOCK_MAX`].
 fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
@@ -207,27 +211,32 @@ fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     let start = match taken {
         Some(start) => start,
         None => {
-            let chunk = map(CHUNK)?;
-            advise(chunk, CHUNK, libc::MADV_HUGEPAGE);
+            let arena = map(ARENA)?;
+            advise(arena, ARENA, libc::MADV_HUGEPAGE);
+            let arena = arena.as_ptr().expose_provenance();
             let mut blocks = BLOCKS.lock();
-            blocks.give(chunk, CHUNK);
+            blocks.give(arena..arena + ARENA);
             blocks.take(bytes).ok_or(OutOfMemory { bytes })?
         }
     };
+    let start =
+        NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(start)).ok_or(OutOfMemory { bytes })?;
     // SAFETY: these bytes are part of a live mapping, and no other region uses them.
     unsafe { start.write_bytes(0, bytes) };
     Ok(start)
 }
 
-/// Free a block. If a chunk is no longer needed, return it to the operating system.
+/// Free a block. Huge pages that are now completely free are returned to the operating system.
 fn release(start: NonNull<u8>, bytes: usize) {
-    let spare = {
-        let mut blocks = BLOCKS.lock();
-        blocks.give(start, bytes);
-        blocks.spare_chunk()
-    };
-    if let Some(chunk) = spare {
-        unmap(chunk.as_ptr(), CHUNK);
+    let start = start.as_ptr().expose_provenance();
+    let mut blocks = BLOCKS.lock();
+    let free = blocks.give(start..start + bytes);
+    // Pages without a byte of this block have been returned before.
+    let first = (start / HUGE_PAGE * HUGE_PAGE).max(free.start.next_multiple_of(HUGE_PAGE));
+    let end = (start + bytes).next_multiple_of(HUGE_PAGE).min(free.end / HUGE_PAGE * HUGE_PAGE);
+    if let Some(pages) = NonNull::new(std::ptr::with_exposed_provenance_mut(first)).filter(|_| first < end) {
+        // The lock is still held, so nobody has taken these pages.
+        advise(pages, end - first, libc::MADV_DONTNEED);
     }
 }
 
@@ -323,7 +332,7 @@ mod tests {
         assert!(region.is_empty());
         let mut written = 0;
         // The region grows from a block to a mapping, which is then moved twice.
-        for len in [1, 100, 5_000, 16_384, 16_385, 600_000, 3_000_000] {
+        for len in [1, 100, 5_000, 16_384, 300_000, 524_288, 600_000, 3_000_000] {
             region.grow(len).unwrap();
             assert!(region.len() >= len);
             assert_eq!(region.as_ptr().align_offset(64), 0, "not at a cache line");
@@ -340,7 +349,7 @@ mod tests {
 
     #[test]
     fn an_exact_region_is_zero_and_no_larger_than_asked() {
-        for len in [0, 1, 16, 16_384, 16_385, 1 << 20] {
+        for len in [0, 1, 16, 16_385, 524_288, 524_289, 1 << 20] {
             let region = Region::<f32>::zeroed(len).unwrap();
             assert!(region.iter().all(|value| *value == 0.0));
             assert!(region.len() >= len && region.len() * 4 < len * 4 + PAGE);
@@ -350,17 +359,17 @@ mod tests {
     #[test]
     fn a_refused_growth_leaves_the_region_unchanged() {
         let mut region = Region::<f32>::new();
-        region.grow(20_000).unwrap();
-        region[19_999] = 7.0;
+        region.grow(600_000).unwrap();
+        region[599_999] = 7.0;
         assert!(region.grow(usize::MAX / 8).is_err());
         assert!(region.grow(usize::MAX).is_err());
-        assert_eq!(region[19_999], 7.0);
+        assert_eq!(region[599_999], 7.0);
     }
 
     #[test]
     fn grow_filled_keeps_content_and_adds_zeros() {
         let mut region = Region::<f32>::new();
-        for len in [10, 20_000, 3_000_000, 5_000_000] {
+        for len in [10, 20_000, 524_289, 3_000_000, 5_000_000] {
             region.grow_filled(len).unwrap();
             assert!(region.len() >= len);
             assert!(region[1..].iter().all(|value| *value == 0.0));

@@ -53,7 +53,7 @@ fn a_method_that_the_peer_does_not_have_is_named() {
         let error = result.unwrap_err();
         assert!(matches!(error, TablesError::Incompatible { .. }), "{error}");
         let text = error.to_string();
-        let expected = format!(" does not have the called method: persia.v1.EmbeddingServer/{method} (");
+        let expected = format!(" does not implement the called method: persia.v1.EmbeddingServer/{method} (");
         assert!(text.contains(&expected), "{text}");
     }
     assert_eq!(running.calls(), [""; 0]);

@@ -168,7 +168,7 @@ fn clip(one: &mut FeatureReader<'_, '_>) -> Clip {
         }
     }
     let message = format!(
-        "found {}, allowed: [low, high], or {{quantiles: [low, high]}} with 0 <= low < high <= 1",
+        "found {}, allowed: [low, high] with low < high, or {{quantiles: [low, high]}} with 0 <= low < high <= 1",
         found_numbers(node)
     );
     one.error(node.place, "clip", message);

@@ -146,7 +146,7 @@ labels:
              65536",
             "line 8, column 24: features.price.dim: unknown key; allowed: type, column, \
              missing, clip, log1p, standardise, min_max",
-            "line 8, column 38: features.price.clip: found `3`, allowed: [low, high], or {quantiles: [low, high]} \
+            "line 8, column 38: features.price.clip: found `3`, allowed: [low, high] with low < high, or {quantiles: [low, high]} \
              with 0 <= low < high <= 1",
             "line 8, column 54: features.price.standardise.std: missing, allowed: a number",
             "line 9, column 41: features.pair.features: `usr` is not a feature of this file, did you mean `user`?",
