@@ -151,6 +151,7 @@ def bill(image: str) -> dict[str, str]:
     return dict(each["purl"].removeprefix("pkg:").split("@") for each in content["components"])
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("images")
 def test_a_change_of_the_sources_does_not_install_pytorch_again(tmp_path: Path) -> None:
     context = tmp_path / "clone"

@@ -96,7 +96,7 @@ def test_reverse_order_and_a_restart_of_nats_change_nothing(stacks: Stacks) -> N
         assert {status for status, _ in project.states(service)} == {"running"}, service
 
 
-@pytest.mark.parametrize("end", ["a server is killed", "down"])
+@pytest.mark.parametrize("end", [pytest.param("a server is killed", marks=pytest.mark.nightly), "down"])
 def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
     project = stacks(
         EXAMPLE, PERSIA_NN_WORKER_ENTRY="train.py --epochs 50", PERSIA_DATALOADER_ENTRY="data_compose.py --epochs 50"

@@ -16,7 +16,7 @@ mod segment_sum;
 pub mod simd;
 
 pub use bags::Bags;
-pub use pool::{Pool, copy, pool, rows_ahead, scale};
+pub use pool::{Pool, copy, pool, scale};
 pub use segment_sum::{Csr, Gradients, SegmentSum, segment_sum, segment_sum_onto};
 
 /// The lengths or values of lists are inconsistent.

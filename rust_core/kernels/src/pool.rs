@@ -9,7 +9,7 @@ const AHEAD_FLOATS: usize = 4096;
 
 /// The number of rows of `dim` floats by which a prefetch is ahead.
 #[inline(always)]
-pub fn rows_ahead(dim: usize) -> usize {
+pub(crate) fn rows_ahead(dim: usize) -> usize {
     (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
 }
 

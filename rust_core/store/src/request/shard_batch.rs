@@ -19,7 +19,8 @@ pub(super) const BATCH_IDS: usize = 256;
 /// The number of ids by which the prefetch of a bucket is ahead.
 const BUCKETS_AHEAD: usize = 24;
 
-/// The number of ids by which the prefetch of a row of `len` floats is ahead.
+/// The number of ids by which the prefetch of a row of `len` floats is ahead. It is smaller for long rows, so that the
+/// first-level cache holds all of them.
 #[inline(always)]
 fn rows_ahead(len: usize) -> usize {
     (4_096 / len.max(1)).clamp(8, 16)
@@ -123,8 +124,8 @@ impl<'s> ShardBatch<'_, 's> {
     }
 }
 
-/// Addresses that are prefetched for the ids of a batch, each a few ids before its use. To prefetch more at a time
-/// takes longer, because a core waits for few cache lines at once.
+/// Addresses that are prefetched for the ids of a batch, each a few ids before its use. A core can wait for only a few
+/// cache lines at a time, so prefetches of a whole batch at once would stop it.
 pub(super) struct Prefetches<T> {
     /// The position of the first id.
     first: usize,
