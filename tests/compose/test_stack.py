@@ -75,6 +75,11 @@ def test_a_mounted_table_trains_without_a_script(stacks: Stacks, tmp_path: Path)
     assert summary["world_size"] == 2
     assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
     assert "rows read and transformed" in project.logs("data_compose")
+    # The environment of `docker exec` lacks what the entry point sets.
+    status = ("entrypoint.sh", "persia", "status", "--json")
+    asked = docker("exec", project.containers("data_compose")[0], *status, check=False)
+    services = {each["service"] for each in json.loads(asked.stdout)["processes"]}
+    assert {"persia-server", "persia-middleware", "persia-data"} <= services, asked
     for service in ("emb_server", "middleware"):  # 1: the service does not serve yet, or has stopped
         probes = project.inspect(service, "{{range .State.Health.Log}}{{.ExitCode}} {{end}}")
         assert all(codes and {*codes.split()} <= {"0", "1"} for codes in probes), probes

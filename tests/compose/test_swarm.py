@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,39 +71,80 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
     assert "packaged sha256=" in logs("emb_server")
 
 
+class Overlay:
+    """The example on a swarm of one machine, with the overlay, a secret and folders as in docs/three-machines.md."""
+
+    def __init__(self, folder: Path) -> None:
+        self._secrets: list[str] = []
+        self.shared, workspace = folder / "shared", folder / "workspace"
+        shutil.copytree(EXAMPLE, workspace)
+        for name in ("checkpoints", "runs"):
+            (self.shared / name).mkdir(parents=True)
+        for path in (workspace, *workspace.rglob("*"), *self.shared.rglob("*")):
+            path.chmod(0o777 if path.is_dir() else 0o666)
+        self._chosen = {"CUR_DIR": str(workspace), "SHARED_DIR": str(self.shared)}
+
+    def deploy(self, secret: str, **chosen: str) -> None:
+        """Create a secret, and deploy the stack with it."""
+        create = ["docker", "secret", "create", secret, "-"]
+        made = subprocess.run(create, input=secret.ljust(64, "s"), capture_output=True, text=True, check=True)
+        self._secrets.append(made.stdout.strip())
+        files = ["--compose-file=docker-compose.yaml", "--compose-file=docker-compose.swarm.yaml"]
+        variables = self._chosen | chosen | {"TOKEN_SECRET": secret}
+        docker("stack", "deploy", "--resolve-image", "never", *files, NAME, env=variables)
+
+    def wait(self, what: str, condition: Callable[[], object]) -> None:
+        def evidence() -> str:
+            return logs("trainer") + logs("middleware") + logs("emb_server")
+
+        wait_until(what, condition, 600, evidence=evidence, interval=1)
+
+    def remove(self) -> None:
+        docker("stack", "rm", NAME)
+        remove = ("secret", "rm", *self._secrets)
+        wait_until("the secrets to be free", lambda: docker(*remove, check=False).returncode == 0, 90)
+
+
+@pytest.fixture
+def overlay(swarm: None, tmp_path: Path) -> Iterator[Overlay]:
+    found = Overlay(tmp_path)
+    yield found
+    found.remove()
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.usefixtures("swarm")
-def test_the_overlay_of_several_machines_trains_on_one(tmp_path: Path) -> None:
-    """Secret and folders are created as in docs/three-machines.md. No volume of the stack has a secret."""
-    workspace = tmp_path / "workspace"
-    shutil.copytree(EXAMPLE, workspace)
-    for name in ("checkpoints", "runs"):
-        (tmp_path / "shared" / name).mkdir(parents=True)
-    for path in (workspace, *workspace.rglob("*"), *(tmp_path / "shared").rglob("*")):
-        path.chmod(0o777 if path.is_dir() else 0o666)
-    secret = subprocess.run(
-        ["docker", "secret", "create", NAME, "-"], input="s" * 64, capture_output=True, text=True, check=True
+def test_the_overlay_of_several_machines_trains_on_one(overlay: Overlay) -> None:
+    """No volume of the stack has a secret."""
+    overlay.deploy(NAME, **SHORT)
+    summary = overlay.shared / "runs" / "summary.json"
+    overlay.wait(
+        "the run to finish", lambda: summary.exists() and json.loads(summary.read_text())["status"] == "finished"
     )
-    chosen = {"CUR_DIR": str(workspace), "SHARED_DIR": str(tmp_path / "shared"), "TOKEN_SECRET": NAME}
-    files = ["--compose-file=docker-compose.yaml", "--compose-file=docker-compose.swarm.yaml"]
-    try:
-        docker("stack", "deploy", "--resolve-image", "never", *files, NAME, env=SHORT | chosen)
-        summary = tmp_path / "shared" / "runs" / "summary.json"
-        wait_until(
-            "the run to finish",
-            lambda: summary.exists() and json.loads(summary.read_text())["status"] == "finished",
-            600,
-            evidence=lambda: logs("trainer") + logs("emb_server"),
-            interval=1,
-        )
-        assert json.loads(summary.read_text())["world_size"] == 2
-        assert [*(tmp_path / "shared" / "checkpoints").rglob("MANIFEST.json")]
-        assert f"{NAME}_token" not in docker("volume", "ls", "--quiet").stdout.split()
-    finally:
-        docker("stack", "rm", NAME)
-        remove = ("secret", "rm", secret.stdout.strip())
-        wait_until("the secret to be free", lambda: docker(*remove, check=False).returncode == 0, 90)
+    assert json.loads(summary.read_text())["world_size"] == 2
+    assert [*(overlay.shared / "checkpoints").rglob("MANIFEST.json")]
+    assert f"{NAME}_token" not in docker("volume", "ls", "--quiet").stdout.split()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(1500, func_only=True)
+def test_an_update_of_all_services_replaces_every_process(overlay: Overlay) -> None:
+    """The servers are replaced one after another. Middlewares wait for them, and are not rolled back."""
+    long = {"PERSIA_NN_WORKER_ENTRY": "train.py --epochs 50", "PERSIA_DATALOADER_ENTRY": "data_compose.py --epochs 50"}
+    overlay.deploy(NAME, **long)
+    overlay.wait("a step", lambda: "first step done" in logs("trainer"))
+    overlay.deploy(f"{NAME}-2", **long)
+    state = ("service", "inspect", "--format", "{{.UpdateStatus.State}}", f"{NAME}_middleware")
+    overlay.wait("the update to end", lambda: docker(*state).stdout.strip() != "updating")
+    assert docker(*state).stdout.strip() == "completed", logs("middleware")
+    overlay.wait("a step with the new secret", lambda: "first step done" in newest_logs("trainer"))
+
+
+def newest_logs(service: str) -> str:
+    """Return the logs of the running containers of a service."""
+    running = ["--filter", f"name={NAME}_{service}", "--filter", "status=running"]
+    return "".join(docker("logs", each).stderr for each in docker("ps", "--quiet", *running).stdout.split())
 
 
 @pytest.mark.nightly

@@ -218,7 +218,7 @@ def _announced(there: Sequence[Container]) -> list[Peer]:
     asked = next((each for each in there if each.service in ("trainer", "data_compose") and _runs(each)), None)
     if asked is None:
         return []
-    words = ("exec", "--env", "REPLICA_INDEX=", asked.id, "persia", "status", "--json")
+    words = ("exec", asked.id, "entrypoint.sh", "persia", "status", "--json")  # with the environment of the container
     try:
         done = compose.ask(*words, seconds=_PROBE_S)
         processes = json.loads(done.stdout)["processes"]
