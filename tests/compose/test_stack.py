@@ -69,17 +69,20 @@ def test_a_mounted_table_trains_without_a_script(stacks: Stacks, tmp_path: Path)
     (table / "persia.yml").write_text(TABLE)
     chosen = {"PERSIA_CONFIG": "persia.yml", "DATA_DIR": str(data), "SERVER_REPLICA": "2", "MIDDLEWARE_REPLICA": "1"}
     project = stacks(table, **chosen, COMPOSE_REPLICA="2", TRAINER_REPLICA="2")
+    project.up("persia_nats_service", "emb_server", "middleware", "data_compose")
+    project.healthy("emb_server", "middleware")
+    # The environment of `docker exec` lacks what the entry point sets.
+    status = ("entrypoint.sh", "persia", "status", "--json")
+    asked = docker("exec", project.containers("data_compose")[0], *status, check=False)
+    assert asked.stdout, asked.stderr
+    services = {each["service"] for each in json.loads(asked.stdout)["processes"]}
+    assert {"persia-server", "persia-middleware"} <= services, asked
     done = project.train()
     assert done.returncode == 0, done.stdout + done.stderr
     summary = finished(project)
     assert summary["world_size"] == 2
     assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
     assert "rows read and transformed" in project.logs("data_compose")
-    # The environment of `docker exec` lacks what the entry point sets.
-    status = ("entrypoint.sh", "persia", "status", "--json")
-    asked = docker("exec", project.containers("data_compose")[0], *status, check=False)
-    services = {each["service"] for each in json.loads(asked.stdout)["processes"]}
-    assert {"persia-server", "persia-middleware", "persia-data"} <= services, asked
     for service in ("emb_server", "middleware"):  # 1: the service does not serve yet, or has stopped
         probes = project.inspect(service, "{{range .State.Health.Log}}{{.ExitCode}} {{end}}")
         assert all(codes and {*codes.split()} <= {"0", "1"} for codes in probes), probes
