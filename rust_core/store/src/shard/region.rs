@@ -82,7 +82,7 @@ impl<T: Plain> Region<T> {
         let need = len * size_of::<T>();
         let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
         let start = if bytes > BLOCK_MAX { map(bytes)? } else { allocate(bytes)? };
-        if bytes >= HUGE_PAGE {
+        if bytes > BLOCK_MAX {
             advise(start, bytes, libc::MADV_HUGEPAGE);
         }
         Ok(Self { start, bytes, elements: PhantomData })
@@ -100,6 +100,7 @@ impl<T: Plain> Region<T> {
             let bytes = need.next_multiple_of((doubled / 16).max(GRAIN));
             *self = self.copied_into(allocate(bytes)?, bytes);
         } else if self.bytes <= BLOCK_MAX {
+            // Copying fills these pages, and collapse_huge_pages is called only for pages that become full later.
             let (start, full) = (map(doubled)?, self.bytes / HUGE_PAGE * HUGE_PAGE);
             advise(start, full, libc::MADV_HUGEPAGE);
             *self = self.copied_into(start, doubled);
@@ -287,9 +288,9 @@ fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>
     Ok(target)
 }
 
-/// Advise the operating system about page sizes. An error does no harm.
+/// Advise the operating system about the sizes of pages, or that pages are free. An error does no harm.
 fn advise(start: NonNull<u8>, bytes: usize, advice: libc::c_int) {
-    // SAFETY: callers pass a mapping that this module owns, and advice that does not change its content.
+    // SAFETY: callers pass a mapping that this module owns, and advice that does not change content that is in use.
     unsafe { libc::madvise(start.as_ptr().cast(), bytes, advice) };
 }
 
