@@ -91,13 +91,13 @@ def test_sync_cuda_is_set_for_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         torch.backends.cudnn.benchmark = before
 
 
-@pytest.mark.row("S4-32")
 def graphs() -> list[torch.Tensor]:
     """Return the tensors of this process that are part of a graph."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn is not None]
 
 
+@pytest.mark.row("S4-32")
 def test_no_report_keeps_a_graph_and_no_step_leaves_a_gradient(tmp_path: Path) -> None:
     reports = []
     before = graphs()  # of other tests in this process
