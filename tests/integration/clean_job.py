@@ -87,6 +87,7 @@ LOUD = {"warn", "warning", "error", "critical"}
 EXPECTED = re.compile(
     r"step \d+/\d+ |effective batch: "  # the progress of rank 0
     r"|.*\[WRN\] Plaintext passwords detected"  # a warning of NATS; the password gives access to NATS only
+    r"|for commands such as `persia status` in another shell: "  # of persia up
 )
 """Lines that every job writes."""
 
