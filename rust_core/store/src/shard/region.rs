@@ -3,9 +3,8 @@
 //! Each table has regions for rows, ids, recency and its indexes in every shard, so hundreds of thousands of regions
 //! may exist. A region of up to a huge page is a block of one [`BlockAllocator`]. All blocks are on huge pages, so that
 //! the translation look-aside buffer covers more addresses. A larger region is a separate mapping, aligned to a huge
-//! page. Its
-//! untouched part uses no physical memory, and it grows by moving page tables, not bytes. Its pages are collapsed
-//! into a huge page only when all of them have been written, so that a huge page is never half empty.
+//! page. Its untouched part uses no physical memory, and it grows by moving page tables, not bytes. Its pages are
+//! collapsed into a huge page only when all of them have been written, so that a huge page is never half empty.
 
 #![allow(unsafe_code)]
 
