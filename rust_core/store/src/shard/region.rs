@@ -235,7 +235,7 @@ fn release(start: NonNull<u8>, bytes: usize) {
     let first = (start / HUGE_PAGE * HUGE_PAGE).max(free.start.next_multiple_of(HUGE_PAGE));
     let end = (start + bytes).next_multiple_of(HUGE_PAGE).min(free.end / HUGE_PAGE * HUGE_PAGE);
     if let Some(pages) = NonNull::new(std::ptr::with_exposed_provenance_mut(first)).filter(|_| first < end) {
-        // The lock is still held, so nobody has taken these pages.
+        // The lock is still held, so no other region can have these pages.
         advise(pages, end - first, libc::MADV_DONTNEED);
     }
 }
